@@ -1,0 +1,709 @@
+-- The contract of doorbell, as functions. Clients in any language issue nothing but calls of these.
+--
+-- Tables.   channel names a log; message is the log; cursor says how far a handle has handled a channel. Rows of message
+--           are inserted by post and post_many only, and are never updated. Having a cursor row is being subscribed.
+-- Flow.     A post locks its channel's row, takes max(seq) + 1 in a statement of its own, and inserts. So numbers are given
+--           and become visible in one order, and a rollback gives its number back. Readers take no lock at all.
+-- Locks.    In this order, inside every function: channel row (for no key update), then cursor row. Nobody locks two
+--           channels in one call. Several calls in one transaction lock in the order of the calls: go by channel name.
+-- Waiting.  Functions that lock wait at most 5 s (55P03), so that one long transaction cannot stall the others forever.
+-- Rights.   Every function runs as the owner of the schema with a pinned search_path; PUBLIC may execute none of them.
+--           Names that begin with an underscore are private: no role is ever granted those.
+-- Errors.   RB001 bad input, RB002 unknown channel, RB003 not subscribed, RB004 ack beyond head, RB005 the log rewound.
+--           Each comes with what was expected and what to do.
+--
+-- This file is dropped and declared anew as a whole after each migration; a changed file wants a new revision.
+
+
+-- ---------------------------------------------------------------------------------------------------------------------
+-- Private: refusing, locking, announcing
+-- ---------------------------------------------------------------------------------------------------------------------
+
+-- The first thing that is wrong with a name, or null. Names are 1 to most bytes of UTF-8.
+create function doorbell._name_fault(field text, value text, most integer default 255) returns text
+language sql immutable set search_path = pg_catalog, pg_temp
+as $$
+  select case
+    when value is null then format('%s is null', field)
+    when value = '' then format('%s is empty', field)
+    when octet_length(value) > most then format('%s has %s bytes', field, octet_length(value))
+  end
+$$;
+
+-- The first thing that is wrong with headers, or null. Headers are an object of text to text, 64 KiB in all.
+create function doorbell._headers_fault(headers jsonb) returns text
+language sql immutable set search_path = pg_catalog, pg_temp
+as $$
+  select case
+    when headers is null then 'headers is null'
+    when jsonb_typeof(headers) <> 'object' then format('headers is a JSON %s', jsonb_typeof(headers))
+    when octet_length(headers::text) > 65536 then format('headers has %s bytes as JSON', octet_length(headers::text))
+    else (
+      select min(format('header %s is a JSON %s', quote_literal(h.key), jsonb_typeof(h.value)))
+      from jsonb_each(headers) as h
+      where jsonb_typeof(h.value) <> 'string'
+    )
+  end
+$$;
+
+-- Raises RB001 with the first fault that is given, and returns when there is none.
+create function doorbell._refuse(variadic faults text[]) returns void
+language plpgsql immutable set search_path = pg_catalog, pg_temp
+as $$
+declare
+  fault text;
+begin
+  foreach fault in array faults loop
+    if fault is not null then
+      raise exception using
+        errcode = 'RB001',
+        message = fault || '.',
+        detail = 'Channels, handles and senders are 1 to 255 bytes of UTF-8, idempotency keys 1 to 1,024; bodies at most 16 MiB; '
+                 'headers a JSON object of strings, at most 64 KiB.',
+        hint = 'Correct the argument and call again: nothing was written.';
+    end if;
+  end loop;
+end
+$$;
+
+create function doorbell._refuse_isolation() returns void
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+begin
+  raise exception using
+    errcode = 'RB001',
+    message = format('the transaction runs at %s.', current_setting('transaction_isolation')),
+    detail = 'Posting and subscribing need READ COMMITTED: an older snapshot cannot see the number that was given last.',
+    hint = 'Begin the transaction with ISOLATION LEVEL READ COMMITTED, or post outside it.';
+end
+$$;
+
+create function doorbell._refuse_channel(channel text) returns void
+language plpgsql immutable set search_path = pg_catalog, pg_temp
+as $$
+begin
+  raise exception using
+    errcode = 'RB002',
+    message = format('channel %s does not exist.', quote_literal(channel)),
+    detail = 'A channel begins with its first post or subscription.',
+    hint = 'Check the spelling, or subscribe first.';
+end
+$$;
+
+create function doorbell._refuse_handle(handle text, channel text) returns void
+language plpgsql immutable set search_path = pg_catalog, pg_temp
+as $$
+begin
+  raise exception using
+    errcode = 'RB003',
+    message = format('%s is not subscribed to %s.', quote_literal(handle), quote_literal(channel)),
+    detail = 'A cursor exists from subscribe to unsubscribe.',
+    hint = 'Subscribe first; a new subscription joins at the head.';
+end
+$$;
+
+-- The id of the channel, whose row is locked until the transaction ends; creates it where it is not there yet.
+-- Locks: the channel row, for no key update. A rival's uncommitted creation is waited for by the unique index.
+create function doorbell._lock_channel(channel text) returns bigint
+language plpgsql volatile set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_id bigint;
+begin
+  loop
+    select c.id into v_id from doorbell.channel as c where c.name = channel for no key update;
+    exit when found;
+    insert into doorbell.channel (name) values (channel) on conflict do nothing;
+  end loop;
+  return v_id;
+end
+$$;
+
+-- The seq of the newest message; 0 when there is none. An index probe: the newest row of a channel is never removed.
+create function doorbell._head(channel_id bigint) returns bigint
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+begin
+  return coalesce(
+    (select m.seq from doorbell.message as m where m.channel_id = _head.channel_id order by m.seq desc limit 1), 0);
+end
+$$;
+
+-- Whether somebody may be waiting for this channel's posts. The one place for the gate: until it stands, always.
+create function doorbell._armed(channel_id bigint) returns boolean
+language sql volatile set search_path = pg_catalog, pg_temp
+as $$
+  select true
+$$;
+
+
+-- ---------------------------------------------------------------------------------------------------------------------
+-- Posting
+-- ---------------------------------------------------------------------------------------------------------------------
+
+-- Appends one message and says which number it got.
+--
+-- Promise: seq is the channel's next number, visible to readers in order, durable when the caller's transaction is. With an
+--   idempotency_key that the channel has already seen, nothing is written: posted is false, seq and created_at are the
+--   original's, and so are original_sender, original_body and original_headers (null for a new message: the caller has
+--   them). A rival's uncommitted post of the same key is waited for; if it rolls back, this one becomes the original.
+-- armed says that a bell may wait for the announcement; with notify the announcement is made here, in this transaction
+--   (which then takes a cluster-wide lock while it commits). Delivery never depends on it.
+-- Locks: the channel row, for at most lock_timeout_ms. A key that is found at once takes no lock.
+-- Errors: RB001 bad input or not READ COMMITTED; 55P03 the channel was held for too long.
+create function doorbell.post(
+  channel text,
+  body text,
+  sender text,
+  idempotency_key text default null,
+  headers jsonb default '{}',
+  notify boolean default false,
+  lock_timeout_ms integer default 5000,
+  out channel_id bigint,
+  out seq bigint,
+  out created_at timestamptz,
+  out posted boolean,
+  out armed boolean,
+  out original_sender text,
+  out original_body text,
+  out original_headers jsonb
+)
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+as $$
+begin
+  if current_setting('transaction_isolation') <> 'read committed' then
+    perform doorbell._refuse_isolation();
+  end if;
+  if (octet_length(channel) between 1 and 255
+      and octet_length(sender) between 1 and 255
+      and (idempotency_key is null or octet_length(idempotency_key) between 1 and 1024)
+      and octet_length(body) <= 16777216
+      and headers = '{}') is not true
+  then
+    perform doorbell._refuse(
+      doorbell._name_fault('channel', channel),
+      doorbell._name_fault('sender', sender),
+      case when idempotency_key is not null then doorbell._name_fault('idempotency_key', idempotency_key, 1024) end,
+      case when body is null then 'body is null' end,
+      case when octet_length(body) > 16777216 then format('body has %s bytes', octet_length(body)) end,
+      doorbell._headers_fault(headers));
+  end if;
+  if lock_timeout_ms is distinct from 5000 then
+    perform set_config('lock_timeout', lock_timeout_ms::text, true);
+  end if;
+
+  posted := false;
+  armed := false;
+  if idempotency_key is not null then
+    select m.channel_id, m.seq, m.created_at, m.sender, m.body, m.headers
+      into channel_id, seq, created_at, original_sender, original_body, original_headers
+      from doorbell.channel as c
+      join doorbell.message as m on m.channel_id = c.id and m.idempotency_key = post.idempotency_key
+      where c.name = post.channel;
+    if found then
+      return;
+    end if;
+  end if;
+
+  channel_id := doorbell._lock_channel(channel);
+  -- Under the lock, in new statements and so with new snapshots: the locking statement's own would be from before the wait.
+  if idempotency_key is not null then
+    select m.seq, m.created_at, m.sender, m.body, m.headers
+      into seq, created_at, original_sender, original_body, original_headers
+      from doorbell.message as m
+      where m.channel_id = post.channel_id and m.idempotency_key = post.idempotency_key;
+    if found then
+      return;
+    end if;
+  end if;
+  seq := doorbell._head(channel_id) + 1;
+  created_at := clock_timestamp();
+  insert into doorbell.message (channel_id, seq, sender, body, headers, idempotency_key, created_at)
+    values (post.channel_id, post.seq, post.sender, post.body, post.headers, post.idempotency_key, post.created_at);
+  posted := true;
+  armed := doorbell._armed(channel_id);
+  if notify and armed then
+    perform pg_notify('doorbell', channel_id::text);
+  end if;
+end
+$$;
+
+-- Appends many messages to one channel: one lock, one contiguous run of numbers, all or nothing.
+--
+-- Promise: one row a draft, in the order given. New messages get consecutive numbers in that order; a draft whose key the
+--   channel knows, or an earlier draft of the same call has, is not posted and comes back as its original.
+-- Locks, errors, notify: as post.
+create function doorbell.post_many(
+  channel text,
+  sender text,
+  bodies text[],
+  idempotency_keys text[] default null,
+  headers jsonb[] default null,
+  notify boolean default false,
+  lock_timeout_ms integer default 5000
+) returns table (
+  channel_id bigint,
+  draft bigint,
+  seq bigint,
+  created_at timestamptz,
+  posted boolean,
+  armed boolean,
+  original_sender text,
+  original_body text,
+  original_headers jsonb
+)
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+as $$
+declare
+  v_id bigint;
+  v_count integer := coalesce(cardinality(bodies), 0);
+  v_keys text[] := coalesce(idempotency_keys, array_fill(null::text, array[v_count]));
+  v_headers jsonb[] := coalesce(headers, array_fill('{}'::jsonb, array[v_count]));
+  v_head bigint;
+  v_time timestamptz;
+  v_armed boolean := false;
+begin
+  if current_setting('transaction_isolation') <> 'read committed' then
+    perform doorbell._refuse_isolation();
+  end if;
+  perform doorbell._refuse(
+    doorbell._name_fault('channel', channel),
+    doorbell._name_fault('sender', sender),
+    case when cardinality(v_keys) <> v_count then format('there are %s bodies and %s keys', v_count, cardinality(v_keys)) end,
+    case when cardinality(v_headers) <> v_count then format('there are %s bodies and %s headers', v_count, cardinality(v_headers)) end,
+    (select min(format('body %s %s', d.n, case when d.body is null then 'is null' else format('has %s bytes', octet_length(d.body)) end))
+       from unnest(bodies) with ordinality as d (body, n)
+       where d.body is null or octet_length(d.body) > 16777216),
+    (select min(doorbell._name_fault(format('idempotency_key %s', d.n), d.key, 1024))
+       from unnest(v_keys) with ordinality as d (key, n)
+       where d.key is not null),
+    (select min(format('draft %s: %s', d.n, doorbell._headers_fault(d.headers)))
+       from unnest(v_headers) with ordinality as d (headers, n)
+       where d.headers is null or (d.headers <> '{}' and doorbell._headers_fault(d.headers) is not null)));
+  if lock_timeout_ms is distinct from 5000 then
+    perform set_config('lock_timeout', lock_timeout_ms::text, true);
+  end if;
+  if v_count = 0 then
+    return;
+  end if;
+
+  v_id := doorbell._lock_channel(channel);
+  v_head := doorbell._head(v_id);
+  v_time := clock_timestamp();
+  return query
+    with drafts as (
+      select d.n, d.body, d.key, d.headers, coalesce(min(d.n) over (partition by d.key), d.n) as first
+      from unnest(bodies, v_keys, v_headers) with ordinality as d (body, key, headers, n)
+    ), placed as (
+      select d.n, d.body, d.key, d.headers, case when d.key is null then d.n else d.first end as first,
+             o.seq as old_seq, o.created_at as old_time, o.sender as old_sender, o.body as old_body, o.headers as old_headers
+      from drafts as d
+      left join doorbell.message as o on o.channel_id = v_id and o.idempotency_key = d.key
+    ), numbered as (
+      select p.n, v_head + row_number() over (order by p.n) as seq, p.body, p.key, p.headers
+      from placed as p
+      where p.old_seq is null and p.first = p.n
+    ), written as (
+      insert into doorbell.message (channel_id, seq, sender, body, headers, idempotency_key, created_at)
+      select v_id, f.seq, post_many.sender, f.body, f.headers, f.key, v_time
+      from numbered as f
+      order by f.seq
+    )
+    select v_id, p.n, coalesce(p.old_seq, f.seq), coalesce(p.old_time, v_time), p.old_seq is null and p.first = p.n, false,
+           case when p.old_seq is not null then p.old_sender when p.first <> p.n then post_many.sender end,
+           case when p.old_seq is not null then p.old_body when p.first <> p.n then f.body end,
+           case when p.old_seq is not null then p.old_headers when p.first <> p.n then f.headers end
+    from placed as p
+    left join numbered as f on f.n = p.first
+    order by p.n;
+end
+$$;
+
+-- Announces new messages of these channels to the bells that wait. Called after the commit of the posts, in a transaction
+-- of its own: a pending notification holds a cluster-wide lock while its transaction commits, and this one flushes nothing.
+create function doorbell.announce(channel_ids bigint[]) returns void
+language sql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+  select pg_notify('doorbell', c.id::text) from unnest(channel_ids) as c (id)
+$$;
+
+
+-- ---------------------------------------------------------------------------------------------------------------------
+-- Subscribing and acking
+-- ---------------------------------------------------------------------------------------------------------------------
+
+-- Subscribes the handle and returns its cursor; a channel that is not there yet is created.
+--
+-- Promise: a post that commits after this returned is delivered. A cursor that exists is left where it is.
+-- "head" joins behind the newest message, "start" before the oldest kept one.
+-- Locks: the channel row, then the new cursor row. Subscribing again takes none.
+-- Errors: RB001; 55P03 the channel was held for too long.
+create function doorbell.subscribe(handle text, channel text, at text default 'head', lock_timeout_ms integer default 5000) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+as $$
+declare
+  v_id bigint;
+  v_acked bigint;
+begin
+  perform doorbell._refuse(
+    doorbell._name_fault('handle', handle),
+    doorbell._name_fault('channel', channel),
+    case when at is null or at not in ('head', 'start') then format('at is %s; it is ''head'' or ''start''', coalesce(quote_literal(at), 'null')) end);
+  if current_setting('transaction_isolation') <> 'read committed' then
+    perform doorbell._refuse_isolation();
+  end if;
+  if lock_timeout_ms is distinct from 5000 then
+    perform set_config('lock_timeout', lock_timeout_ms::text, true);
+  end if;
+
+  select cu.acked_seq into v_acked
+    from doorbell.cursor as cu
+    join doorbell.channel as c on c.id = cu.channel_id
+    where c.name = subscribe.channel and cu.handle = subscribe.handle;
+  if found then
+    return v_acked;
+  end if;
+
+  v_id := doorbell._lock_channel(channel);
+  insert into doorbell.cursor (channel_id, handle, acked_seq)
+    select v_id, subscribe.handle,
+           case at when 'head' then doorbell._head(v_id) else coalesce(min(m.seq) - 1, 0) end
+    from (select m.seq from doorbell.message as m where m.channel_id = v_id order by m.seq limit 1) as m
+    on conflict do nothing;
+  select cu.acked_seq into v_acked from doorbell.cursor as cu where cu.channel_id = v_id and cu.handle = subscribe.handle;
+  return v_acked;
+end
+$$;
+
+-- Removes the handle's cursor on the channel; false when there was none. Messages stay.
+-- Locks: the cursor row. Errors: RB001, RB002.
+create function doorbell.unsubscribe(handle text, channel text) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+as $$
+declare
+  v_id bigint;
+begin
+  perform doorbell._refuse(doorbell._name_fault('handle', handle), doorbell._name_fault('channel', channel));
+  select c.id into v_id from doorbell.channel as c where c.name = unsubscribe.channel;
+  if not found then
+    perform doorbell._refuse_channel(channel);
+  end if;
+  delete from doorbell.cursor as cu where cu.channel_id = v_id and cu.handle = unsubscribe.handle;
+  return found;
+end
+$$;
+
+-- Moves the cursor to up_to and returns where it stands.
+--
+-- Promise: it never moves back, whoever acks in whatever order; 0 and stale numbers change nothing. With created_at, the time
+--   of the message that the caller handled, an ack of another message under the same number is refused.
+-- Locks: the cursor row. The head only grows, so it is read without a lock.
+-- Errors, checked in this order: RB001, RB002 unknown channel, RB003 not subscribed, RB005 the log rewound, RB004 beyond head.
+create function doorbell.ack(handle text, channel text, up_to bigint, created_at timestamptz default null) returns bigint
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+as $$
+declare
+  v_id bigint;
+  v_acked bigint;
+  v_head bigint;
+begin
+  perform doorbell._refuse(
+    doorbell._name_fault('handle', handle),
+    doorbell._name_fault('channel', channel),
+    case when up_to is null then 'up_to is null' when up_to < 0 then format('up_to is %s; it is 0 or more', up_to) end);
+  select c.id into v_id from doorbell.channel as c where c.name = ack.channel;
+  if not found then
+    perform doorbell._refuse_channel(channel);
+  end if;
+  select cu.acked_seq into v_acked from doorbell.cursor as cu where cu.channel_id = v_id and cu.handle = ack.handle;
+  if not found then
+    perform doorbell._refuse_handle(handle, channel);
+  end if;
+
+  v_head := doorbell._head(v_id);
+  if ack.created_at is not null and (
+    up_to > v_head
+    or exists (select from doorbell.message as m
+               where m.channel_id = v_id and m.seq = up_to and m.created_at <> ack.created_at))
+  then
+    raise exception using
+      errcode = 'RB005',
+      message = format('message %s of %s is not the one that was read: the log has rewound.', up_to, quote_literal(channel)),
+      detail = format('The head is %s. A restore or a failover has lost the end of the log, and other messages may carry its numbers.', v_head),
+      hint = 'Nothing was acked. Catch up again, and handle what comes.';
+  end if;
+  if up_to > v_head then
+    raise exception using
+      errcode = 'RB004',
+      message = format('cannot ack %s on %s: its head is %s.', up_to, quote_literal(channel), v_head),
+      detail = 'Only a message that was posted can have been handled.',
+      hint = 'Ack the seq of the last message that was handled.';
+  end if;
+  if up_to <= v_acked then
+    return v_acked;
+  end if;
+
+  update doorbell.cursor as cu
+    set acked_seq = greatest(cu.acked_seq, up_to), acked_at = clock_timestamp()
+    where cu.channel_id = v_id and cu.handle = ack.handle
+    returning cu.acked_seq into v_acked;
+  if not found then
+    perform doorbell._refuse_handle(handle, channel);
+  end if;
+  return v_acked;
+end
+$$;
+
+
+-- ---------------------------------------------------------------------------------------------------------------------
+-- Reading. None of these writes or locks anything; all of them run in a read-only transaction.
+-- ---------------------------------------------------------------------------------------------------------------------
+
+-- One page of what the handle has not acked, by channel name, then seq, from behind (after_channel, after_seq).
+--
+-- Promise: starts at the cursors, wherever after_* points back to. An empty page is the true head of every subscribed channel; a short
+--   page is not. At most page_size messages, and no more once their bodies reach max_bytes.
+create function doorbell.unacked(
+  handle text,
+  after_channel text default null,
+  after_seq bigint default 0,
+  page_size integer default 100,
+  max_bytes bigint default 9223372036854775807
+) returns table (channel text, seq bigint, sender text, body text, headers jsonb, idempotency_key text, created_at timestamptz)
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_cursor record;
+  v_rows integer := page_size;
+  v_bytes bigint := max_bytes;
+  v_found bigint;
+  v_size bigint;
+begin
+  for v_cursor in
+    select c.id, c.name, case when c.name = after_channel then greatest(cu.acked_seq, after_seq) else cu.acked_seq end as floor
+    from doorbell.cursor as cu
+    join doorbell.channel as c on c.id = cu.channel_id
+    where cu.handle = unacked.handle and (after_channel is null or c.name >= after_channel)
+    order by c.name
+  loop
+    return query
+      select v_cursor.name, p.seq, p.sender, p.body, p.headers, p.idempotency_key, p.created_at
+      from (
+        select m.seq, m.sender, m.body, m.headers, m.idempotency_key, m.created_at,
+               sum(octet_length(m.body)) over (order by m.seq) - octet_length(m.body) as before
+        from (
+          select n.seq, n.sender, n.body, n.headers, n.idempotency_key, n.created_at
+          from doorbell.message as n
+          where n.channel_id = v_cursor.id and n.seq > v_cursor.floor
+          order by n.seq
+          limit v_rows
+        ) as m
+      ) as p
+      where p.before < v_bytes
+      order by p.seq;
+    get diagnostics v_found = row_count;
+    if v_found > 0 and max_bytes < 9223372036854775807 then
+      select sum(octet_length(m.body)) into v_size
+        from doorbell.message as m
+        where m.channel_id = v_cursor.id and m.seq > v_cursor.floor and m.seq <= v_cursor.floor + v_found;
+      v_bytes := v_bytes - v_size;
+    end if;
+    v_rows := v_rows - v_found;
+    exit when v_rows <= 0 or v_bytes <= 0;
+  end loop;
+end
+$$;
+
+-- The messages of one channel behind after_seq, in order, at most page_size; none for a channel that does not exist.
+create function doorbell.messages_after(channel text, after_seq bigint, page_size integer default 100)
+returns table (seq bigint, sender text, body text, headers jsonb, idempotency_key text, created_at timestamptz)
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_id bigint;
+begin
+  select c.id into v_id from doorbell.channel as c where c.name = messages_after.channel;
+  return query
+    select m.seq, m.sender, m.body, m.headers, m.idempotency_key, m.created_at
+    from doorbell.message as m
+    where m.channel_id = v_id and m.seq > after_seq
+    order by m.seq
+    limit page_size;
+end
+$$;
+
+-- The seq of the newest message; 0 for an empty or absent channel.
+create function doorbell.head(channel text) returns bigint
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+  return doorbell._head((select c.id from doorbell.channel as c where c.name = head.channel));
+end
+$$;
+
+-- The names of all channels, in code point order.
+create function doorbell.channel_names() returns setof text
+language sql stable security definer set search_path = pg_catalog, pg_temp
+as $$
+  select c.name from doorbell.channel as c order by c.name
+$$;
+
+-- The names of the channels that the handle is subscribed to, in code point order.
+create function doorbell.subscriptions(handle text) returns setof text
+language sql stable security definer set search_path = pg_catalog, pg_temp
+as $$
+  select c.name
+  from doorbell.cursor as cu
+  join doorbell.channel as c on c.id = cu.channel_id
+  where cu.handle = subscriptions.handle
+  order by c.name
+$$;
+
+-- Where the handle's cursor stands. Errors: RB002 unknown channel, RB003 not subscribed.
+create function doorbell.acked_seq(handle text, channel text) returns bigint
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_id bigint;
+  v_acked bigint;
+begin
+  select c.id into v_id from doorbell.channel as c where c.name = acked_seq.channel;
+  if not found then
+    perform doorbell._refuse_channel(channel);
+  end if;
+  select cu.acked_seq into v_acked from doorbell.cursor as cu where cu.channel_id = v_id and cu.handle = acked_seq.handle;
+  if not found then
+    perform doorbell._refuse_handle(handle, channel);
+  end if;
+  return v_acked;
+end
+$$;
+
+-- The rows of the view doorbell.backlog for one handle, or for all: what an agent role may ask without reading the view.
+create function doorbell.backlog_of(handle text default null)
+returns table (handle_name text, channel text, head bigint, acked_seq bigint, unacked bigint, oldest_unacked_at timestamptz, last_acked_at timestamptz)
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+  return query
+    select b.handle, b.channel, b.head, b.acked_seq, b.unacked, b.oldest_unacked_at, b.last_acked_at
+    from doorbell.backlog as b
+    where backlog_of.handle is null or b.handle = backlog_of.handle
+    order by b.handle, b.channel;
+end
+$$;
+
+-- How many messages lie between cursors and heads, for one channel, one handle, both or all. 0 is quiet: acked equals posted.
+create function doorbell.unacked_count(channel text default null, handle text default null) returns bigint
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+  return (
+    select coalesce(sum(doorbell._head(cu.channel_id) - cu.acked_seq), 0)
+    from doorbell.cursor as cu
+    where (unacked_count.handle is null or cu.handle = unacked_count.handle)
+      and (unacked_count.channel is null
+           or cu.channel_id = (select c.id from doorbell.channel as c where c.name = unacked_count.channel)));
+end
+$$;
+
+
+-- ---------------------------------------------------------------------------------------------------------------------
+-- The doorbell. It peeks: nothing here writes, and the session it runs in is read-only.
+-- ---------------------------------------------------------------------------------------------------------------------
+
+-- What a new bell starts from: each subscribed channel with the handle's cursor, the time of the message at the cursor, and
+-- the head, by channel name.
+create function doorbell.bell_floors(handle text)
+returns table (channel_id bigint, channel text, floor bigint, floor_at timestamptz, head bigint)
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+  return query
+    select c.id, c.name, cu.acked_seq,
+           (select m.created_at from doorbell.message as m where m.channel_id = c.id and m.seq = cu.acked_seq),
+           doorbell._head(c.id)
+    from doorbell.cursor as cu
+    join doorbell.channel as c on c.id = cu.channel_id
+    where cu.handle = bell_floors.handle
+    order by c.name;
+end
+$$;
+
+-- For each watch (a handle at a floor on a channel) that has something to look at: the head, and the first message behind
+-- the floor that is not the handle's own. One statement for all the bells of a process.
+--
+-- Promise: no row for a watch whose floor is the head. seq is null when all that is new is the handle's own. preview holds at
+--   most the first preview_len characters of the body. rewound says that the floor is beyond the head, or that another
+--   message than the one at floor_at carries its number.
+create function doorbell.peek(
+  handles text[],
+  channel_ids bigint[],
+  floors bigint[],
+  floor_times timestamptz[],
+  preview_len integer
+) returns table (watch bigint, head bigint, rewound boolean, seq bigint, sender text, preview text, created_at timestamptz)
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+  return query
+    select w.n, h.seq, h.seq < w.floor or f.created_at <> w.floor_at, m.seq, m.sender, left(m.body, preview_len), m.created_at
+    from unnest(handles, channel_ids, floors, floor_times) with ordinality as w (handle, channel_id, floor, floor_at, n)
+    cross join lateral (select doorbell._head(w.channel_id) as seq) as h
+    left join doorbell.message as f
+      on f.channel_id = w.channel_id and f.seq = w.floor
+    left join lateral (
+      select o.seq, o.sender, o.body, o.created_at
+      from doorbell.message as o
+      where o.channel_id = w.channel_id and o.seq > w.floor and o.sender <> w.handle
+      order by o.seq
+      limit 1
+    ) as m on h.seq > w.floor
+    where h.seq <> w.floor or f.created_at <> w.floor_at
+    order by w.n;
+end
+$$;
+
+
+-- ---------------------------------------------------------------------------------------------------------------------
+-- Opening
+-- ---------------------------------------------------------------------------------------------------------------------
+
+-- What a client asks when it opens: the revision of this schema, its epoch, and whether this server takes writes.
+create function doorbell.hello(out revision text, out epoch uuid, out read_only boolean)
+language sql stable security definer set search_path = pg_catalog, pg_temp
+as $$
+  select (select v.version_num from doorbell.schema_version as v), m.epoch, pg_is_in_recovery()
+  from doorbell.meta as m
+$$;
+
+-- Restores the grants of every role that was let in. Agents get the contract and nothing else; operators the views too.
+create function doorbell._apply_grants() returns void
+language plpgsql volatile set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_role record;
+  v_function record;
+  v_view record;
+begin
+  for v_role in
+    select g.role_name, g.operator from doorbell.role_grant as g join pg_roles as r on r.rolname = g.role_name
+  loop
+    execute format('grant usage on schema doorbell to %I', v_role.role_name);
+    for v_function in
+      select p.oid::regprocedure as signature
+      from pg_proc as p
+      where p.pronamespace = 'doorbell'::regnamespace and p.proname !~ '^_'
+    loop
+      execute format('grant execute on function %s to %I', v_function.signature, v_role.role_name);
+    end loop;
+    if v_role.operator then
+      for v_view in
+        select c.oid::regclass as name from pg_class as c where c.relnamespace = 'doorbell'::regnamespace and c.relkind = 'v'
+      loop
+        execute format('grant select on %s to %I', v_view.name, v_role.role_name);
+      end loop;
+    end if;
+  end loop;
+end
+$$;
