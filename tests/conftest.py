@@ -1,0 +1,140 @@
+"""A real Postgres, a database per test, and every behaviour test once for each shell."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, settings
+from psycopg.conninfo import conninfo_to_dict
+
+from support import APIS, Api, Processes, TestServer, choose, open_api
+
+# A real server answers in milliseconds, not in the microseconds that hypothesis expects.
+settings.register_profile(
+    "doorbell",
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.load_profile("doorbell")
+
+_SERVER = pytest.StashKey[TestServer]()
+
+
+@pytest.fixture(scope="session")
+def server(pytestconfig: pytest.Config) -> Iterator[TestServer]:
+    """The server of this run: DOORBELL_TEST_DSN, a container, or the embedded one."""
+    chosen = choose()
+    pytestconfig.stash[_SERVER] = chosen
+    yield chosen
+    chosen.stop()
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    chosen = config.stash.get(_SERVER, None)
+    if chosen is not None:
+        terminalreporter.write_line(f"server: PostgreSQL {chosen.version} ({chosen.kind})")
+
+
+@pytest.fixture(scope="session")
+def template(server: TestServer) -> Iterator[str]:
+    """The name of a migrated database that nobody connects to: what every test's own is cloned from."""
+    from doorbell_postgres import migrate
+
+    name = server.create_database()
+    migrate.upgrade(server.dsn(name))
+    yield name
+    server.drop_database(name)
+
+
+@pytest.fixture
+def dsn(server: TestServer, template: str) -> Iterator[str]:
+    """A migrated database for this test alone."""
+    name = server.create_database(template)
+    yield server.dsn(name)
+    server.drop_database(name)
+
+
+@pytest.fixture
+def empty_dsn(server: TestServer) -> Iterator[str]:
+    """A database for this test alone that nobody has migrated."""
+    name = server.create_database()
+    yield server.dsn(name)
+    server.drop_database(name)
+
+
+@pytest.fixture
+def sql(dsn: str) -> Iterator[Callable[..., list[tuple[Any, ...]]]]:
+    """`sql(query, *params)` runs a statement on this test's database, past the package, and gives its rows."""
+    with psycopg.connect(dsn, autocommit=True, application_name="test") as connection:
+
+        def run(query: str, *params: Any) -> list[tuple[Any, ...]]:
+            cursor = connection.execute(query, params or None)
+            return cursor.fetchall() if cursor.description else []
+
+        yield run
+
+
+@pytest.fixture
+def connect(dsn: str) -> Iterator[Callable[..., psycopg.Connection[Any]]]:
+    """Open one more psycopg connection to this test's database, closed with the test."""
+    opened: list[psycopg.Connection[Any]] = []
+
+    def run(**parameters: Any) -> psycopg.Connection[Any]:
+        opened.append(psycopg.connect(dsn, **parameters))
+        return opened[-1]
+
+    yield run
+    for connection in opened:
+        connection.close()
+
+
+@pytest.fixture
+def dbname(dsn: str) -> str:
+    return str(conninfo_to_dict(dsn)["dbname"])
+
+
+@pytest.fixture(params=sorted(APIS))
+def api(request: pytest.FixtureRequest) -> Api:
+    """One shell of the package, as a program sees it."""
+    return open_api(request.param)
+
+
+@pytest.fixture
+def open_bus(api: Api, dsn: str) -> Iterator[Callable[..., Any]]:
+    """Open a bus on this test's database; each is closed with the test."""
+    opened: list[Any] = []
+
+    def run(**parameters: Any) -> Any:
+        opened.append(api.MessageBus(parameters.pop("dsn", dsn), **parameters))
+        return opened[-1]
+
+    yield run
+    for bus in opened:
+        bus.close()
+
+
+@pytest.fixture
+def bus(open_bus: Callable[..., Any]) -> Any:
+    """A bus on this test's database."""
+    return open_bus()
+
+
+@pytest.fixture
+def processes() -> Iterator[Processes]:
+    """Starts real Python processes; SIGKILL for those that are left over."""
+    started = Processes()
+    yield started
+    started.close()
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test depends on what the caller's shell says, but for the choice of the server."""
+    for name in list(os.environ):
+        if name.startswith("DOORBELL_") and not name.startswith(("DOORBELL_TEST_", "DOORBELL_PG_")):
+            monkeypatch.delenv(name)

@@ -1,0 +1,21 @@
+"""What the tests share: a server, the shells under test, real processes, and waiting without sleeping."""
+
+from support.apis import APIS, Api, open_api
+from support.processes import Processes, Worker, run_script
+from support.server import TestServer, choose
+from support.waiting import backends, bell_is_waiting, eventually, waiting_in_database
+
+__all__ = [
+    "APIS",
+    "Api",
+    "Processes",
+    "TestServer",
+    "Worker",
+    "backends",
+    "bell_is_waiting",
+    "choose",
+    "eventually",
+    "open_api",
+    "run_script",
+    "waiting_in_database",
+]

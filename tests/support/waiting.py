@@ -1,0 +1,59 @@
+"""Waiting for a state instead of for a time: everything here polls what is true, and fails at a deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_OTHERS = (
+    "select pid, application_name, state, query from pg_stat_activity"
+    " where datname = current_database() and pid <> pg_backend_pid() and backend_type = 'client backend'"
+)
+Sql = Callable[..., list[tuple[Any, ...]]]
+
+
+def eventually(predicate: Callable[[], T], *, within: float = 10.0, what: str = "") -> T:
+    """The first true value of `predicate`, asked again until it is; AssertionError when it never was."""
+    deadline = time.monotonic() + within
+    while True:
+        value = predicate()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"not within {within} s: {what or predicate}")
+        time.sleep(0.005)
+
+
+def backends(sql: Sql, condition: str = "true", *params: Any) -> list[tuple[int, str, str, str]]:
+    """(pid, application_name, state, query) of the other client sessions of this database."""
+    return sql(f"{_OTHERS} and ({condition}) order by pid", *params)
+
+
+def waiting_in_database(sql: Sql, count: int = 1, *, within: float = 20.0) -> list[int]:
+    """Wait until `count` sessions of this database wait for a heavyweight lock; their pids."""
+
+    def enough() -> list[int]:
+        pids = [pid for pid, *_ in backends(sql, "wait_event_type = 'Lock'")]
+        return pids if len(pids) >= count else []
+
+    return eventually(enough, within=within, what=f"{count} sessions waiting for a lock")
+
+
+def bell_is_waiting(sql: Sql, count: int = 1, *, within: float = 20.0) -> list[int]:
+    """Wait until `count` listeners have committed LISTEN and sit between two polls; their pids.
+
+    A listener's last statement is a poll or the LISTEN itself, on an idle session that announces itself as a listener.
+    """
+
+    def enough() -> list[int]:
+        pids = [
+            pid
+            for pid, *_ in backends(
+                sql, "state = 'idle' and (application_name ~ 'listener' or query ~* '^\\s*listen|doorbell\\.peek')"
+            )
+        ]
+        return pids if len(pids) >= count else []
+
+    return eventually(enough, within=within, what=f"{count} listeners at rest")
