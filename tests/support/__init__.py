@@ -3,6 +3,7 @@
 from support.apis import APIS, Api, open_api
 from support.processes import Processes, Worker, run_script
 from support.server import TestServer, choose
+from support.threads import background
 from support.waiting import backends, bell_is_waiting, eventually, waiting_in_database
 
 __all__ = [
@@ -12,6 +13,7 @@ __all__ = [
     "TestServer",
     "Worker",
     "backends",
+    "background",
     "bell_is_waiting",
     "choose",
     "eventually",
