@@ -50,7 +50,7 @@ _SETTINGS = {
     "unix_socket_directories": "..",
     "fsync": "off",
     "full_page_writes": "off",
-    # synchronous_commit stays on: without fsync it costs 12 microseconds, and what was posted survives a killed backend.
+    # synchronous_commit stays on: without fsync it costs 12 µs, and a killed backend then loses nothing posted.
     "shared_buffers": "128MB",
     "max_connections": "200",
 }
@@ -79,6 +79,7 @@ end() {
     shm=$(sed -n '7s/.* //p' "$dir/data/postmaster.pid") && [ -n "$shm" ] && ipcrm -m "$shm"
     tries=0
     until [ -z "$dir" ] || rm -rf "$dir" || [ $tries -ge 100 ]; do sleep 0.05; tries=$((tries + 1)); done
+    kill -TERM 0        # the watcher's last sleep, if it was missed while it was being born
     exit "${1:-0}"
 }
 fail() {
@@ -102,7 +103,8 @@ exec 3<&0 </dev/null
 # TERM comes again and again, because a shell may be hit just before it begins to wait, and then waits on. Whoever is
 # still there after two seconds has lost this shell: the second half of end(), without it.
 (
-    trap '' TERM QUIT
+    trap : TERM  # not '': what this starts must heed it
+    trap '' QUIT
     while read -r _; do :; done
     tries=0
     while [ $tries -lt 40 ]; do kill -TERM 0; sleep 0.05; tries=$((tries + 1)); done
@@ -227,7 +229,7 @@ def find_binaries() -> Path:
             return Path(named).absolute()
         raise NoServerBinaries(
             f"DOORBELL_PG_BINDIR is {named!r}, and there is no initdb and postgres to run in it. Expected the "
-            "directory that holds both, such as /usr/lib/postgresql/18/bin. Correct it, or unset it to have one looked for."
+            "directory that holds both, such as /usr/lib/postgresql/18/bin. Correct it, or unset it."
         )
     for directory in _candidates():
         if _holds_server(directory):
@@ -360,7 +362,7 @@ class Server:
         """
         if os.name == "nt":
             raise NoPermission(
-                "A throwaway Postgres needs Linux or macOS. Use a database elsewhere: pass its DSN, or set DOORBELL_DSN."
+                "A throwaway Postgres needs Linux or macOS. Pass the DSN of a database elsewhere, or set DOORBELL_DSN."
             )
         began = time.monotonic()
         programs = find_binaries() if bindir is None else Path(bindir).absolute()
