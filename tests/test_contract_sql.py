@@ -1,0 +1,666 @@
+"""The contract straight from SQL: what a client in any language, or somebody at psql, gets. No bus in here."""
+
+# ruff: noqa: S608 (names of tables and roles come from this file)
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import errors
+from psycopg.types.json import Jsonb
+
+from support import TestServer
+
+Sql = Callable[..., list[tuple[Any, ...]]]
+Connect = Callable[..., psycopg.Connection[Any]]
+
+FUNCTIONS = """
+select p.oid::regprocedure::text, p.proname, p.prokind, p.prosecdef, p.provolatile,
+       coalesce(p.proconfig, '{}'), p.prosrc
+from pg_proc as p
+where p.pronamespace = 'doorbell'::regnamespace
+order by 1
+"""
+
+# One call of each public function, in a form that has something to do on the log that `filled` makes.
+READERS = {
+    "acked_seq": "select doorbell.acked_seq('worker', 'events')",
+    "backlog_of": "select * from doorbell.backlog_of('worker')",
+    "bell_floors": "select * from doorbell.bell_floors('worker')",
+    "channel_names": "select * from doorbell.channel_names()",
+    "head": "select doorbell.head('events')",
+    "hello": "select * from doorbell.hello()",
+    "messages_after": "select * from doorbell.messages_after('events', 1)",
+    "peek": "select peek.* from doorbell.bell_floors('worker') as f,"
+    " doorbell.peek(array['worker'], array[f.channel_id], array[0::bigint], array[null::timestamptz], 40) as peek",
+    "subscriptions": "select * from doorbell.subscriptions('worker')",
+    "unacked": "select * from doorbell.unacked('worker')",
+    "unacked_count": "select doorbell.unacked_count()",
+}
+WRITERS = {
+    "ack": "select doorbell.ack('worker', 'events', 2)",
+    "post": "select * from doorbell.post('events', 'four', 'ci')",
+    "post_many": "select * from doorbell.post_many('events', 'ci', array['four', 'five'])",
+    "subscribe": "select doorbell.subscribe('reviewer', 'events')",
+    "unsubscribe": "select doorbell.unsubscribe('worker', 'events')",
+}
+# Writes nothing, but Postgres lets it through in a read-only transaction too.
+ANNOUNCERS = {"announce": "select doorbell.announce(array[1])"}
+CALLS = READERS | WRITERS | ANNOUNCERS
+
+
+@pytest.fixture
+def filled(sql: Sql) -> None:
+    """Channel events with the messages one, two, three; worker has acked the first."""
+    sql("select doorbell.subscribe('worker', 'events')")
+    sql("select doorbell.post_many('events', 'ci', array['one', 'two', 'three'])")
+    sql("select doorbell.ack('worker', 'events', 1)")
+
+
+@pytest.fixture
+def role(server: TestServer, dbname: str, sql: Sql) -> Iterator[str]:
+    """A role that nobody has granted anything; it may log in."""
+    name = f"agent_{secrets.token_hex(4)}"
+    sql(f"create role {name} login")
+    yield name
+    with psycopg.connect(server.dsn(dbname), autocommit=True) as admin:
+        admin.execute(f"drop owned by {name}".encode())
+        admin.execute(f"drop role {name}".encode())
+
+
+@pytest.fixture
+def as_agent(role: str, sql: Sql, connect: Connect) -> psycopg.Connection[Any]:
+    """A connection that acts as a role that was let in as an agent."""
+    let_in(sql, role)
+    connection = connect(autocommit=True)
+    connection.execute(f"set role {role}".encode())
+    return connection
+
+
+def let_in(sql: Sql, role: str, *, operator: bool = False) -> None:
+    sql("insert into doorbell.role_grant (role_name, operator) values (%s, %s)", role, operator)
+    sql("select doorbell._apply_grants()")
+
+
+def volatility(sql: Sql) -> dict[str, str]:
+    return {name: volatile for _, name, _, _, volatile, *_ in sql(FUNCTIONS)}
+
+
+def everything(sql: Sql) -> tuple[Any, ...]:
+    """All rows of all tables that the contract writes."""
+    return tuple(
+        sql(f"select to_jsonb(t) from doorbell.{table} as t order by 1") for table in ("channel", "message", "cursor")
+    )
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Who may do what
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_every_public_function_is_known_to_these_tests(sql: Sql) -> None:
+    public = {name for _, name, *_ in sql(FUNCTIONS) if not name.startswith("_")}
+    assert public == set(CALLS)
+
+
+def test_a_fresh_role_may_execute_and_read_nothing(sql: Sql, role: str) -> None:
+    assert not sql(
+        "select p.oid::regprocedure from pg_proc as p"
+        " where p.pronamespace = 'doorbell'::regnamespace and has_function_privilege(%s, p.oid, 'execute')",
+        role,
+    )
+    assert not sql(
+        "select c.relname from pg_class as c"
+        " where c.relnamespace = 'doorbell'::regnamespace and c.relkind in ('r', 'v', 'S')"
+        " and case when c.relkind = 'S' then has_sequence_privilege(%s, c.oid, 'usage, select, update')"
+        " else has_table_privilege(%s, c.oid, 'select, insert, update, delete, truncate, references, trigger') end",
+        role,
+        role,
+    )
+    assert sql(
+        "select has_schema_privilege(%s, 'doorbell', 'usage'), has_schema_privilege(%s, 'doorbell', 'create')",
+        role,
+        role,
+    ) == [(False, False)]
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("name", sorted(CALLS))
+def test_an_agent_role_may_call_each_public_function(as_agent: psycopg.Connection[Any], name: str) -> None:
+    call = CALLS[name]
+    as_agent.execute(call.encode())
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize(
+    "table", ["channel", "message", "cursor", "meta", "role_grant", "schema_version", "backlog", "channels"]
+)
+def test_an_agent_role_cannot_read_or_write_a_table(as_agent: psycopg.Connection[Any], table: str) -> None:
+    with pytest.raises(errors.InsufficientPrivilege):
+        as_agent.execute(f"select count(*) from doorbell.{table}".encode())
+    if table not in ("backlog", "channels"):
+        with pytest.raises(errors.InsufficientPrivilege):
+            as_agent.execute(f"delete from doorbell.{table}".encode())
+
+
+def test_an_agent_role_may_not_call_private_functions(sql: Sql, as_agent: psycopg.Connection[Any], role: str) -> None:
+    private = [signature for signature, name, *_ in sql(FUNCTIONS) if name.startswith("_")]
+    assert private
+    assert not [s for s in private if sql("select has_function_privilege(%s, %s, 'execute')", role, s)[0][0]]
+    with pytest.raises(errors.InsufficientPrivilege):
+        as_agent.execute("select doorbell._lock_channel('events')")
+
+
+@pytest.mark.usefixtures("filled")
+def test_an_operator_role_reads_the_views_and_no_table(sql: Sql, role: str, connect: Connect) -> None:
+    let_in(sql, role, operator=True)
+    operator = connect(autocommit=True)
+    operator.execute(f"set role {role}".encode())
+    assert operator.execute("select handle, channel, unacked from doorbell.backlog").fetchall() == [
+        ("worker", "events", 2)
+    ]
+    assert operator.execute("select channel, head, messages from doorbell.channels").fetchall() == [("events", 3, 3)]
+    with pytest.raises(errors.InsufficientPrivilege):
+        operator.execute("select body from doorbell.message")
+
+
+def test_every_function_pins_its_search_path_and_public_ones_run_as_the_owner(sql: Sql) -> None:
+    for signature, name, kind, definer, _, config, _ in sql(FUNCTIONS):
+        if kind == "p":
+            continue  # a procedure that commits can have neither
+        assert "search_path=pg_catalog, pg_temp" in config, signature
+        assert definer or name.startswith("_"), signature
+
+
+@pytest.mark.usefixtures("filled")
+def test_look_alikes_and_a_hostile_search_path_change_nothing(sql: Sql, connect: Connect) -> None:
+    """An owner's rights, names that the caller chose: the classic hole of SECURITY DEFINER."""
+    hostile = connect(autocommit=True)
+    hostile.execute("""
+        create schema evil;
+        create function evil.fail() returns boolean language plpgsql as $$ begin raise 'a look-alike ran'; end $$;
+        create function evil.clock_timestamp() returns timestamptz language sql
+          as $$ select '1970-01-01'::timestamptz where evil.fail() $$;
+        create function evil.now() returns timestamptz language sql
+          as $$ select '1970-01-01'::timestamptz where evil.fail() $$;
+        create function evil.octet_length(text) returns integer language sql
+          as $$ select 1 where evil.fail() $$;
+        create function evil.current_setting(text) returns text language sql
+          as $$ select 'read committed' where evil.fail() $$;
+        create function evil.set_config(text, text, boolean) returns text language sql
+          as $$ select '' where evil.fail() $$;
+        create function evil.pg_notify(text, text) returns void language sql
+          as $$ select evil.fail() $$;
+        create function evil.format(text, variadic text[]) returns text language sql
+          as $$ select '' where evil.fail() $$;
+        create function evil.cardinality(text[]) returns integer language sql
+          as $$ select 1 where evil.fail() $$;
+        create function evil.quote_literal(text) returns text language sql
+          as $$ select '' where evil.fail() $$;
+        create function evil.same(text, text) returns boolean language sql
+          as $$ select evil.fail() $$;
+        create function evil.plus(bigint, integer) returns bigint language sql
+          as $$ select 1::bigint where evil.fail() $$;
+        create operator evil.= (leftarg = text, rightarg = text, function = evil.same);
+        create operator evil.+ (leftarg = bigint, rightarg = integer, function = evil.plus);
+        create table evil.channel (id bigint, name text);
+        create temporary table channel (id bigint, name text, created_at timestamptz);
+        create temporary table message (channel_id bigint, seq bigint, sender text, body text);
+        create temporary table cursor (channel_id bigint, handle text, acked_seq bigint);
+        create temporary table pg_roles (rolname name);
+        create temporary table pg_proc (oid oid, proname name, pronamespace oid);
+        create domain pg_temp.text as pg_catalog.text check (evil.fail());
+        create domain pg_temp.int8 as pg_catalog.int8 check (evil.fail());
+        set search_path = pg_temp, evil, pg_catalog;
+    """)
+    for name, call in sorted(CALLS.items()):
+        if name != "unsubscribe":
+            hostile.execute(call.encode())
+    assert hostile.execute(
+        "select seq from doorbell.post('events', 'last', 'ci', lock_timeout_ms => 100)"
+    ).fetchone() == (7,)
+    assert sql("select seq, body from doorbell.unacked('worker')") == [
+        (3, "three"),
+        (4, "four"),
+        (5, "four"),
+        (6, "five"),
+        (7, "last"),
+    ]
+    assert sql("select distinct sender from doorbell.message where created_at > now() - interval '1 hour'") == [("ci",)]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# How it is made
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_no_function_opens_a_subtransaction_and_every_raise_is_complete(sql: Sql) -> None:
+    for signature, _, _, _, _, _, source in sql(FUNCTIONS):
+        code = re.sub(r"--[^\n]*|'[^']*'", "''", source).lower()
+        assert not re.search(r"\bexception\s+when\b", code), signature
+        for statement in re.findall(r"\braise\b[^;]*;", code):
+            missing = [
+                word for word in ("errcode", "message", "detail", "hint") if not re.search(rf"\b{word}\s*=", statement)
+            ]
+            assert not missing, f"{signature}: {missing} in {statement}"
+
+
+def test_the_log_has_no_trigger_and_no_foreign_key_and_its_unique_indexes_lead_with_the_channel(sql: Sql) -> None:
+    hot = "('doorbell.message'::regclass, 'doorbell.cursor'::regclass)"
+    assert not sql(f"select tgname from pg_trigger where tgrelid in {hot}")
+    assert not sql("select conname from pg_constraint where contype = 'f' and connamespace = 'doorbell'::regnamespace")
+    leading = sql(
+        "select i.indexrelid::regclass::text, a.attname from pg_index as i"
+        " join pg_attribute as a on a.attrelid = i.indrelid and a.attnum = i.indkey[0]"
+        f" where i.indrelid in {hot} and i.indisunique"
+    )
+    assert len(leading) == 3
+    assert {column for _, column in leading} == {"channel_id"}
+
+
+def test_every_table_and_every_column_of_a_view_has_a_comment(sql: Sql) -> None:
+    assert not sql(
+        "select c.relname from pg_class as c where c.relnamespace = 'doorbell'::regnamespace"
+        " and c.relkind in ('r', 'v') and c.relname <> 'schema_version' and obj_description(c.oid, 'pg_class') is null"
+    )
+    assert not sql(
+        "select c.relname, a.attname from pg_class as c join pg_attribute as a on a.attrelid = c.oid and a.attnum > 0"
+        " where c.relnamespace = 'doorbell'::regnamespace and c.relkind = 'v'"
+        " and col_description(c.oid, a.attnum) is null"
+    )
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("name", sorted(READERS))
+def test_a_reader_runs_in_a_read_only_transaction(sql: Sql, connect: Connect, name: str) -> None:
+    with connect() as connection:
+        connection.execute("set transaction read only")
+        assert connection.execute(READERS[name].encode()).fetchall()
+    assert volatility(sql)[name] in "si", "a reader is declared stable"
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("name", sorted(WRITERS))
+def test_a_writer_is_refused_in_a_read_only_transaction(sql: Sql, connect: Connect, name: str) -> None:
+    before = everything(sql)
+    connection = connect()
+    connection.execute("set transaction read only")
+    with pytest.raises(errors.ReadOnlySqlTransaction):
+        connection.execute(WRITERS[name].encode())
+    connection.rollback()
+    assert everything(sql) == before
+    assert volatility(sql)[name] == "v", "a writer is declared volatile"
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Refusals
+# ---------------------------------------------------------------------------------------------------------------------
+
+LONG = "x" * 256
+REFUSED = {
+    "channel null": ("select doorbell.post(null, 'b', 's')", "RB001", "channel is null"),
+    "channel empty": ("select doorbell.post('', 'b', 's')", "RB001", "channel is empty"),
+    "channel long": (f"select doorbell.post('{LONG}', 'b', 's')", "RB001", "channel has 256 bytes"),
+    "channel long in bytes": (f"select doorbell.post('{'ä' * 128}', 'b', 's')", "RB001", "channel has 256 bytes"),
+    "sender null": ("select doorbell.post('c', 'b', null)", "RB001", "sender is null"),
+    "sender empty": ("select doorbell.post('c', 'b', '')", "RB001", "sender is empty"),
+    "sender long": (f"select doorbell.post('c', 'b', '{LONG}')", "RB001", "sender has 256 bytes"),
+    "key empty": ("select doorbell.post('c', 'b', 's', '')", "RB001", "idempotency_key is empty"),
+    "key long": (f"select doorbell.post('c', 'b', 's', '{'k' * 1025}')", "RB001", "idempotency_key has 1025 bytes"),
+    "body null": ("select doorbell.post('c', null, 's')", "RB001", "body is null"),
+    "body long": ("select doorbell.post('c', repeat('x', 16777217), 's')", "RB001", "body has 16777217 bytes"),
+    "headers null": ("select doorbell.post('c', 'b', 's', headers => null)", "RB001", "headers is null"),
+    "headers array": ("select doorbell.post('c', 'b', 's', headers => '[]')", "RB001", "headers is a JSON array"),
+    "headers number": (
+        "select doorbell.post('c', 'b', 's', headers => '{\"a\": 1}')",
+        "RB001",
+        "header 'a' is a JSON number",
+    ),
+    "headers long": (
+        "select doorbell.post('c', 'b', 's', headers => jsonb_build_object('a', repeat('x', 65536)))",
+        "RB001",
+        "headers has",
+    ),
+    "batch body null": ("select doorbell.post_many('c', 's', array['a', null])", "RB001", "body 2 is null"),
+    "batch key empty": (
+        "select doorbell.post_many('c', 's', array['a', 'b'], array[null, ''])",
+        "RB001",
+        "idempotency_key 2 is empty",
+    ),
+    "batch keys missing": (
+        "select doorbell.post_many('c', 's', array['a', 'b'], array['k'])",
+        "RB001",
+        "2 bodies and 1 keys",
+    ),
+    "batch headers": (
+        """select doorbell.post_many('c', 's', array['a', 'b'], headers => array['{}', '[]']::jsonb[])""",
+        "RB001",
+        "draft 2: headers is a JSON array",
+    ),
+    "batch sender": ("select doorbell.post_many('c', '', array['a'])", "RB001", "sender is empty"),
+    "batch channel": ("select doorbell.post_many(null, 's', array['a'])", "RB001", "channel is null"),
+    "subscribe handle": ("select doorbell.subscribe('', 'c')", "RB001", "handle is empty"),
+    "subscribe channel": ("select doorbell.subscribe('h', null)", "RB001", "channel is null"),
+    "subscribe at": ("select doorbell.subscribe('h', 'c', 'tail')", "RB001", "at is 'tail'"),
+    "subscribe at null": ("select doorbell.subscribe('h', 'c', null)", "RB001", "at is null"),
+    "unsubscribe handle": ("select doorbell.unsubscribe('', 'c')", "RB001", "handle is empty"),
+    "unsubscribe unknown": ("select doorbell.unsubscribe('h', 'nowhere')", "RB002", "'nowhere' does not exist"),
+    "ack negative": ("select doorbell.ack('worker', 'events', -1)", "RB001", "up_to is -1"),
+    "ack null": ("select doorbell.ack('worker', 'events', null)", "RB001", "up_to is null"),
+    "ack unknown channel": ("select doorbell.ack('worker', 'nowhere', 9)", "RB002", "'nowhere' does not exist"),
+    "ack not subscribed": (
+        "select doorbell.ack('stranger', 'events', 9)",
+        "RB003",
+        "'stranger' is not subscribed to 'events'",
+    ),
+    "ack beyond head": (
+        "select doorbell.ack('worker', 'events', 4)",
+        "RB004",
+        "cannot ack 4 on 'events': its head is 3",
+    ),
+    "ack other message": ("select doorbell.ack('worker', 'events', 2, '2001-01-01')", "RB005", "rewound"),
+    "ack lost message": ("select doorbell.ack('worker', 'events', 4, '2001-01-01')", "RB005", "rewound"),
+    "acked_seq unknown": ("select doorbell.acked_seq('worker', 'nowhere')", "RB002", "'nowhere' does not exist"),
+    "acked_seq not subscribed": ("select doorbell.acked_seq('stranger', 'events')", "RB003", "is not subscribed"),
+}
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refusal_says_what_is_true_what_was_expected_and_what_to_do(sql: Sql, case: str) -> None:
+    statement, sqlstate, words = REFUSED[case]
+    before = everything(sql)
+    with pytest.raises(psycopg.Error) as caught:
+        sql(statement)
+    assert caught.value.sqlstate == sqlstate
+    assert words in (caught.value.diag.message_primary or "")
+    assert caught.value.diag.message_detail
+    assert caught.value.diag.message_hint
+    assert everything(sql) == before
+
+
+@pytest.mark.usefixtures("filled")
+def test_the_limits_themselves_are_allowed(sql: Sql) -> None:
+    name, key, body = "ä" * 127 + "x", "k" * 1024, "x" * 16_777_216
+    assert sql("select seq from doorbell.post(%s, %s, %s, %s)", name, body, name, key) == [(1,)]
+    assert sql("select doorbell.subscribe(%s, %s, 'start')", name, name) == [(0,)]
+    assert sql("select channel, sender, octet_length(body), idempotency_key from doorbell.unacked(%s)", name) == [
+        (name, name, 16_777_216, key)
+    ]
+    headers = {"a": "x" * (65536 - len('{"a": ""}'))}
+    assert sql("select seq from doorbell.post(%s, '', 's', headers => %s)", name, Jsonb(headers)) == [(2,)]
+
+
+@pytest.mark.parametrize("level", ["repeatable read", "serializable"])
+@pytest.mark.parametrize("name", ["post", "post_many", "subscribe"])
+def test_an_old_snapshot_is_refused_where_a_number_is_given(sql: Sql, connect: Connect, level: str, name: str) -> None:
+    """Under REPEATABLE READ the head that a poster sees may be somebody else's number already."""
+    connection = connect()
+    connection.execute(f"set transaction isolation level {level}".encode())
+    with pytest.raises(psycopg.Error, match=f"runs at {level}") as caught:
+        connection.execute(WRITERS[name].encode())
+    assert caught.value.sqlstate == "RB001"
+    assert "READ COMMITTED" in (caught.value.diag.message_hint or "")
+    assert caught.value.diag.message_detail
+    connection.rollback()
+    assert sql("select count(*) from doorbell.channel") == [(0,)]
+
+
+@pytest.mark.usefixtures("filled")
+@pytest.mark.parametrize("name", ["post", "post_many", "subscribe"])
+def test_a_held_channel_is_waited_for_no_longer_than_asked(sql: Sql, connect: Connect, name: str) -> None:
+    holder = connect()
+    holder.execute("select doorbell.post('events', 'held', 'ci')")
+    call = WRITERS[name].replace("')", "', lock_timeout_ms => 50)").replace("])", "], lock_timeout_ms => 50)")
+    with pytest.raises(errors.LockNotAvailable):
+        sql(call)
+    holder.rollback()
+    sql(call)
+
+
+def test_the_lock_timeout_is_the_functions_own_and_ends_with_it(connect: Connect) -> None:
+    with connect() as connection:
+        connection.execute("set lock_timeout = '7s'")
+        connection.execute("select doorbell.post('events', 'b', 's', lock_timeout_ms => 50)")
+        connection.execute("select doorbell.subscribe('h', 'events')")
+        assert connection.execute("show lock_timeout").fetchone() == ("7s",)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Posting
+# ---------------------------------------------------------------------------------------------------------------------
+
+POST = "select seq, posted, original_sender, original_body, original_headers from doorbell.post(%s, %s, %s, %s, %s)"
+POST_MANY = (
+    "select draft, seq, posted, original_sender, original_body from doorbell.post_many(%s, %s, %s, %s) order by draft"
+)
+
+
+def test_a_known_key_gives_the_original_and_writes_nothing(sql: Sql) -> None:
+    assert sql(POST, "events", "first", "ci", "k", Jsonb({"a": "b"})) == [(1, True, None, None, None)]
+    (original,) = sql("select created_at from doorbell.messages_after('events', 0)")
+    assert sql(POST, "events", "second", "cd", "k", Jsonb({})) == [(1, False, "ci", "first", {"a": "b"})]
+    assert sql("select created_at from doorbell.post('events', 'x', 'y', 'k')") == [original]
+    assert sql("select doorbell.head('events')") == [(1,)]
+    assert sql(POST, "elsewhere", "second", "cd", "k", Jsonb({})) == [(1, True, None, None, None)]
+
+
+def test_post_many_keeps_the_order_and_gives_one_run(sql: Sql) -> None:
+    sql("select doorbell.post('events', 'zero', 'ci')")
+    bodies = [f"b{n}" for n in range(50)]
+    rows = sql(POST_MANY, "events", "ci", bodies, None)
+    assert rows == [(n + 1, n + 2, True, None, None) for n in range(50)]
+    assert sql("select seq, body from doorbell.messages_after('events', 1)") == [(n + 2, f"b{n}") for n in range(50)]
+
+
+def test_post_many_gives_known_and_repeated_keys_their_original(sql: Sql) -> None:
+    sql("select doorbell.post('events', 'old', 'cd', 'k-old')")
+    rows = sql(POST_MANY, "events", "ci", ["a", "b", "c", "d", "e"], ["k1", "k-old", "k1", None, "k2"])
+    assert rows == [
+        (1, 2, True, None, None),
+        (2, 1, False, "cd", "old"),
+        (3, 2, False, "ci", "a"),
+        (4, 3, True, None, None),
+        (5, 4, True, None, None),
+    ]
+    assert sql("select seq, body, idempotency_key from doorbell.messages_after('events', 0)") == [
+        (1, "old", "k-old"),
+        (2, "a", "k1"),
+        (3, "d", None),
+        (4, "e", "k2"),
+    ]
+    again = sql(POST_MANY, "events", "ci", ["a", "b", "c", "d", "e"], ["k1", "k-old", "k1", "k2", "k2"])
+    assert [(seq, posted) for _, seq, posted, *_ in again] == [
+        (2, False),
+        (1, False),
+        (2, False),
+        (4, False),
+        (4, False),
+    ]
+    assert sql("select doorbell.head('events')") == [(4,)]
+
+
+def test_post_many_of_nothing_does_nothing(sql: Sql) -> None:
+    assert sql("select * from doorbell.post_many('events', 'ci', array[]::text[])") == []
+    assert sql("select * from doorbell.channel_names()") == []
+
+
+def test_post_many_takes_headers_by_draft(sql: Sql) -> None:
+    sql(
+        "select doorbell.post_many('events', 'ci', array['a', 'b'], headers => %s)",
+        [Jsonb({"n": "1"}), Jsonb({})],
+    )
+    assert sql("select body, headers from doorbell.messages_after('events', 0)") == [("a", {"n": "1"}), ("b", {})]
+
+
+def test_a_channel_of_another_case_or_with_a_trailing_space_is_another_channel(sql: Sql) -> None:
+    for name in ("events", "Events", "events ", "évents", "e\u0301vents"):
+        assert sql("select seq from doorbell.post(%s, 'b', 's')", name) == [(1,)]
+    assert len(sql("select * from doorbell.channel_names()")) == 5
+
+
+def test_notify_announces_with_the_commit_and_only_then(sql: Sql, connect: Connect) -> None:
+    listener = connect(autocommit=True)
+    listener.execute("listen doorbell")
+    sql("select doorbell.post('events', 'quiet', 's')")
+    poster = connect()
+    poster.execute("select doorbell.post('events', 'rolled back', 's', notify => true)")
+    poster.rollback()
+    (channel_id,) = poster.execute(
+        "select channel_id from doorbell.post('events', 'loud', 's', notify => true)"
+    ).fetchone()
+    poster.commit()
+    poster.execute("select doorbell.post_many('events', 's', array['a', 'b'], notify => true)")
+    poster.commit()
+    sql("select doorbell.announce(array[%s, 77])", channel_id)
+    heard = [n.payload for n in listener.notifies(timeout=20, stop_after=4)]
+    assert heard == [str(channel_id), str(channel_id), str(channel_id), "77"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Cursors and reading
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("filled")
+def test_a_cursor_only_moves_forward(sql: Sql) -> None:
+    assert sql("select doorbell.ack('worker', 'events', 3)") == [(3,)]
+    (acked_at,) = sql("select acked_at from doorbell.cursor")
+    for stale in (0, 1, 3):
+        assert sql("select doorbell.ack('worker', 'events', %s)", stale) == [(3,)]
+    assert sql("select doorbell.subscribe('worker', 'events', 'start')") == [(3,)]
+    assert sql("select acked_at from doorbell.cursor") == [acked_at]
+
+
+@pytest.mark.usefixtures("filled")
+def test_unacked_pages_across_channels_and_stops_at_the_bytes(sql: Sql) -> None:
+    sql("select doorbell.subscribe('worker', 'another')")
+    sql("select doorbell.post_many('another', 'ci', array['aa', 'bb'])")
+    seen: list[tuple[str, int]] = []
+    while page := sql(
+        "select channel, seq from doorbell.unacked('worker', %s, %s, 1)", *(seen[-1] if seen else (None, 0))
+    ):
+        seen += page
+    assert seen == [("another", 1), ("another", 2), ("events", 2), ("events", 3)]
+    assert sql("select channel, seq from doorbell.unacked('worker', max_bytes => 5)") == seen[:3]
+    assert sql("select channel, seq from doorbell.unacked('worker', max_bytes => 1)") == seen[:1]
+    assert sql("select channel, seq from doorbell.unacked('worker', 'another', 0)") == seen
+    assert sql("select channel, seq from doorbell.unacked('worker', 'events', 0)") == seen[2:], "starts at the cursor"
+
+
+def test_readers_of_what_is_absent_find_nothing(sql: Sql) -> None:
+    assert sql("select doorbell.head('nowhere')") == [(0,)]
+    assert sql("select * from doorbell.messages_after('nowhere', 0)") == []
+    assert sql("select * from doorbell.subscriptions('nobody')") == []
+    assert sql("select * from doorbell.unacked('nobody')") == []
+    assert sql("select * from doorbell.bell_floors('nobody')") == []
+    assert sql("select doorbell.unacked_count('nowhere', 'nobody')") == [(0,)]
+
+
+@pytest.mark.usefixtures("filled")
+def test_peek_skips_own_messages_and_sees_another_log(sql: Sql) -> None:
+    ((channel_id, name, floor, floor_at, head),) = sql("select * from doorbell.bell_floors('worker')")
+    assert (name, floor, head) == ("events", 1, 3)
+    peek = "select head, rewound, seq, sender, preview from doorbell.peek(%s, %s, %s, %s, 2)"
+    assert sql(peek, ["worker"], [channel_id], [floor], [floor_at]) == [(3, False, 2, "ci", "tw")]
+    assert sql(peek, ["ci"], [channel_id], [floor], [floor_at]) == [(3, False, None, None, None)]
+    assert sql(peek, ["worker"], [channel_id], [3], [None]) == []
+    assert sql(peek, ["worker"], [channel_id], [4], [None]) == [(3, True, None, None, None)]
+    other = sql("select %s::timestamptz - interval '1 s'", floor_at)[0][0]
+    assert sql(peek, ["worker"], [channel_id], [floor], [other])[0][:2] == (3, True)
+
+
+def test_an_ack_rewrites_its_row_in_place_and_touches_no_index(sql: Sql) -> None:
+    moving = sql(
+        "select a.attname from pg_index as i"
+        " join pg_attribute as a on a.attrelid = i.indrelid and a.attnum = any (i.indkey)"
+        " where i.indrelid = 'doorbell.cursor'::regclass and a.attname in ('acked_seq', 'acked_at')"
+    )
+    assert not moving
+    sql("select doorbell.subscribe('worker', 'events')")
+    sql("select doorbell.post_many('events', 'ci', array_fill('b'::text, array[1000]))")
+    for seq in range(1, 1001):
+        sql("select doorbell.ack('worker', 'events', %s)", seq)
+    sql("select pg_stat_force_next_flush()")
+    ((updates, hot),) = sql(
+        "select n_tup_upd, n_tup_hot_upd from pg_stat_user_tables where relid = 'doorbell.cursor'::regclass"
+    )
+    assert updates == 1000
+    assert hot >= 990
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Plans
+# ---------------------------------------------------------------------------------------------------------------------
+
+PLANNED = {
+    "ack": "select doorbell.ack('worker', 'events', 40000)",
+    "ack with time": "select doorbell.ack('worker', 'events', m.seq, m.created_at)"
+    " from doorbell.messages_after('events', 40000, 1) as m",
+    "backlog_of": "select * from doorbell.backlog_of('worker')",
+    "bell_floors": "select * from doorbell.bell_floors('worker')",
+    "head": "select doorbell.head('events')",
+    "messages_after": "select * from doorbell.messages_after('events', 49990, 5)",
+    "peek": "select peek.* from doorbell.bell_floors('worker') as f, doorbell.peek("
+    "array['worker'], array[f.channel_id], array[49000::bigint], array[null::timestamptz], 40) as peek",
+    "post": "select * from doorbell.post('events', 'b', 's')",
+    "post with a new key": "select * from doorbell.post('events', 'b', 's', gen_random_uuid()::text)",
+    "post with a known key": "select * from doorbell.post('events', 'b', 's', 'key-25000')",
+    "post_many": "select * from doorbell.post_many("
+    "'events', 's', array['a', 'b'], array['key-25000', gen_random_uuid()::text])",
+    "subscribe at the start": "select doorbell.subscribe(gen_random_uuid()::text, 'events', 'start')",
+    "unacked": "select * from doorbell.unacked('worker', 'events', 49000, 5)",
+    "unacked with bytes": "select * from doorbell.unacked('worker', 'events', 49000, 5, 1000)",
+    "unacked_count": "select doorbell.unacked_count('events', 'worker')",
+}
+
+
+@pytest.mark.parametrize("planned", ["while the table was empty", "after an analyze"])
+def test_no_call_reads_the_whole_log(sql: Sql, connect: Connect, planned: str) -> None:
+    """50,000 messages; a plan that a session has cached since the table was empty must not scan them either."""
+    client = connect(autocommit=True)
+    sql("select doorbell.subscribe('worker', 'events')")
+    if planned == "while the table was empty":
+        for _ in range(8):  # plpgsql settles on a generic plan after five
+            for call in (
+                "subscribe at the start",
+                "bell_floors",
+                "messages_after",
+                "unacked",
+                "unacked with bytes",
+                "head",
+                "peek",
+            ):
+                client.execute(PLANNED[call].encode())
+        for n in range(8):
+            for call in ("post with a new key", "post_many", "post"):
+                client.execute(PLANNED[call].replace("'events'", f"'warm-{n}'").encode())
+            client.execute("select doorbell.subscribe('warm', %s, 'start')", [f"warm-{n}"])
+            client.execute("select doorbell.ack('warm', %s, 1)", [f"warm-{n}"])
+            client.execute("select doorbell.unacked_count(%s, 'warm')", [f"warm-{n}"])
+            client.execute("select doorbell.backlog_of('warm')")
+    sql(
+        "select count(*) from doorbell.post_many('events', 'ci', array_fill('body'::text, array[50000]),"
+        " (select array_agg('key-' || n) from generate_series(1, 50000) as n))"
+    )
+    if planned == "after an analyze":
+        sql("analyze doorbell.message")
+
+    def read() -> tuple[int, int]:
+        client.execute("select pg_stat_force_next_flush()")
+        sql("select pg_stat_clear_snapshot()")
+        ((scans, rows),) = sql(
+            "select seq_scan, seq_tup_read from pg_stat_user_tables where relid = 'doorbell.message'::regclass"
+        )
+        return scans, rows
+
+    for name, call in PLANNED.items():
+        before = read()
+        client.execute(call.encode())
+        assert read() == before, f"{name} reads the whole table"
+    client.execute("select count(body) from doorbell.message")
+    assert read() != before, "this test would not notice"
