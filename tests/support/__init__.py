@@ -1,5 +1,6 @@
 """What the tests share: a server, the shells under test, real processes, and waiting without sleeping."""
 
+from support import workers
 from support.apis import APIS, Api, open_api
 from support.processes import Processes, Worker, run_script
 from support.server import TestServer, choose
@@ -20,4 +21,5 @@ __all__ = [
     "open_api",
     "run_script",
     "waiting_in_database",
+    "workers",
 ]

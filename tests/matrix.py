@@ -1,0 +1,111 @@
+"""The failure-mode matrix of the README, written from the docstrings of the tests that prove it.
+
+    python tests/matrix.py            print the table
+    python tests/matrix.py --write    put it between the README's markers
+    python tests/matrix.py --check    exit 1 when the README has another one
+
+A row is a test marked `failure_mode`: the first paragraph of its docstring is what goes wrong elsewhere, the rest is why
+it cannot happen here. The files are parsed, never imported: no database, no dependency.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent
+README = TESTS.parent / "README.md"
+BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
+# The contract first, then what several processes do to it, then everything else by name of its file.
+FIRST = ("test_failure_modes.py", "test_cross_process.py", "test_wakeline.py")
+
+
+@dataclass(frozen=True)
+class Row:
+    mode: str
+    holds: str
+    test: str
+    file: str
+
+
+def rows(tests: Path = TESTS) -> Iterator[Row]:
+    """The rows in the order of the files, then of the tests in them. ValueError for a marked test without both halves."""
+    found = sorted(
+        tests.glob("test_*.py"), key=lambda p: (FIRST.index(p.name) if p.name in FIRST else len(FIRST), p.name)
+    )
+    for path in found:
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        everywhere = any(
+            isinstance(node, ast.Assign)
+            and any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets)
+            and _says_failure_mode(node.value)
+            for node in tree.body
+        )
+        for node in _tests(tree):
+            if not everywhere and not any(_says_failure_mode(decorator) for decorator in node.decorator_list):
+                continue
+            mode, _, holds = (ast.get_docstring(node) or "").partition("\n\n")
+            if not mode.strip() or not holds.strip():
+                raise ValueError(
+                    f"{path.name}: {node.name} needs a docstring: the failure mode, an empty line, why not here."
+                )
+            yield Row(_one_line(mode), _one_line(holds), node.name, path.name)
+
+
+def _tests(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in tree.body:
+        for inner in node.body if isinstance(node, ast.ClassDef) else [node]:
+            if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef) and inner.name.startswith("test_"):
+                yield inner
+
+
+def _says_failure_mode(node: ast.expr) -> bool:
+    return any(isinstance(n, ast.Attribute) and n.attr == "failure_mode" for n in ast.walk(node))
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def table(tests: Path = TESTS) -> str:
+    lines = ["| What goes wrong elsewhere | What holds here | Test |", "|---|---|---|"]
+    lines += [f"| {row.mode} | {row.holds} | [`{row.test}`](tests/{row.file}) |" for row in rows(tests)]
+    return "\n".join(lines) + "\n"
+
+
+def has_markers(readme: str) -> bool:
+    return readme.count(BEGIN) == readme.count(END) == 1 and readme.index(BEGIN) < readme.index(END)
+
+
+def updated(readme: str, matrix: str) -> str:
+    """The README with `matrix` between its markers."""
+    if not has_markers(readme):
+        raise ValueError(f"README.md has no place for the matrix: it needs {BEGIN} and, below it, {END}.")
+    before, _, rest = readme.partition(BEGIN)
+    after = rest.partition(END)[2]
+    return f"{before}{BEGIN}\n\n{matrix}\n{END}{after}"
+
+
+def main(args: list[str]) -> int:
+    if args not in ([], ["--write"], ["--check"]):
+        print(__doc__, file=sys.stderr)
+        return 2
+    if not args:
+        print(table(), end="")
+        return 0
+    readme = README.read_text(encoding="utf-8")
+    wanted = updated(readme, table())
+    if args == ["--write"]:
+        README.write_text(wanted, encoding="utf-8")
+        return 0
+    if readme != wanted:
+        print("The failure-mode matrix of README.md is not what the tests say. Run: python tests/matrix.py --write")
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

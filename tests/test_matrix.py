@@ -1,0 +1,43 @@
+"""The README's failure-mode matrix is what the tests say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matrix
+import pytest
+
+
+def test_the_readme_has_the_matrix_that_the_tests_say() -> None:
+    readme = matrix.README.read_text(encoding="utf-8") if matrix.README.exists() else ""
+    if not matrix.has_markers(readme):
+        pytest.skip("README.md has no matrix yet")
+    assert readme == matrix.updated(readme, matrix.table()), "run: python tests/matrix.py --write"
+
+
+def test_a_marked_test_without_both_halves_of_a_docstring_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "test_x.py").write_text('@pytest.mark.failure_mode\ndef test_a():\n    """Only one half."""\n')
+    with pytest.raises(ValueError, match="test_a"):
+        matrix.table(tmp_path)
+
+
+def test_rows_come_from_marked_tests_and_marked_files(tmp_path: Path) -> None:
+    (tmp_path / "test_b.py").write_text(
+        '@pytest.mark.failure_mode\ndef test_one():\n    """a | b\n    goes on\n\n    why\n    not"""\ndef test_two(): ...\n'
+    )
+    (tmp_path / "test_a.py").write_text(
+        'pytestmark = [pytest.mark.failure_mode]\ndef helper(): ...\nasync def test_three():\n    """c\n\n    d"""\n'
+    )
+    assert list(matrix.rows(tmp_path)) == [
+        matrix.Row("c", "d", "test_three", "test_a.py"),
+        matrix.Row("a \\| b goes on", "why not", "test_one", "test_b.py"),
+    ]
+
+
+def test_the_readme_around_the_matrix_stays_as_it_is() -> None:
+    readme = f"before\n{matrix.BEGIN}\nold\n{matrix.END}\nafter\n"
+    once = matrix.updated(readme, "new\n")
+    assert once == f"before\n{matrix.BEGIN}\n\nnew\n\n{matrix.END}\nafter\n"
+    assert matrix.updated(once, "new\n") == once
+    with pytest.raises(ValueError, match="no place"):
+        matrix.updated("no markers", "new\n")
