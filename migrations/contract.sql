@@ -261,6 +261,8 @@ declare
   v_headers jsonb[] := coalesce(headers, array_fill('{}'::jsonb, array[v_count]));
   v_head bigint;
   v_time timestamptz;
+  v_seqs bigint[];
+  v_posted boolean[];
   v_armed boolean := false;
 begin
   if current_setting('transaction_isolation') <> 'read committed' then
@@ -290,32 +292,38 @@ begin
   v_id := doorbell._lock_channel(channel);
   v_head := doorbell._head(v_id);
   v_time := clock_timestamp();
+  -- Where each draft ends up: at its original, at an earlier draft with its key, or at the next number.
+  with drafts as (
+    select d.n, d.key, case when d.key is null then d.n else min(d.n) over (partition by d.key) end as first, o.seq as old_seq
+    from unnest(v_keys) with ordinality as d (key, n)
+    left join doorbell.message as o on o.channel_id = v_id and o.idempotency_key = d.key
+  ), numbered as (
+    select d.n, v_head + row_number() over (order by d.n) as seq
+    from drafts as d
+    where d.old_seq is null and d.first = d.n
+  )
+  select array_agg(coalesce(d.old_seq, f.seq) order by d.n), array_agg(d.old_seq is null and d.first = d.n order by d.n)
+    into v_seqs, v_posted
+    from drafts as d
+    left join numbered as f on f.n = d.first;
+
+  insert into doorbell.message (channel_id, seq, sender, body, headers, idempotency_key, created_at)
+    select v_id, d.seq, post_many.sender, d.body, d.headers, d.key, v_time
+    from unnest(bodies, v_keys, v_headers, v_seqs, v_posted) as d (body, key, headers, seq, posted)
+    where d.posted
+    order by d.seq;
+  if found then
+    v_armed := doorbell._armed(v_id);
+    if notify and v_armed then
+      perform pg_notify('doorbell', v_id::text);
+    end if;
+  end if;
+
   return query
-    with drafts as (
-      select d.n, d.body, d.key, d.headers, coalesce(min(d.n) over (partition by d.key), d.n) as first
-      from unnest(bodies, v_keys, v_headers) with ordinality as d (body, key, headers, n)
-    ), placed as (
-      select d.n, d.body, d.key, d.headers, case when d.key is null then d.n else d.first end as first,
-             o.seq as old_seq, o.created_at as old_time, o.sender as old_sender, o.body as old_body, o.headers as old_headers
-      from drafts as d
-      left join doorbell.message as o on o.channel_id = v_id and o.idempotency_key = d.key
-    ), numbered as (
-      select p.n, v_head + row_number() over (order by p.n) as seq, p.body, p.key, p.headers
-      from placed as p
-      where p.old_seq is null and p.first = p.n
-    ), written as (
-      insert into doorbell.message (channel_id, seq, sender, body, headers, idempotency_key, created_at)
-      select v_id, f.seq, post_many.sender, f.body, f.headers, f.key, v_time
-      from numbered as f
-      order by f.seq
-    )
-    select v_id, p.n, coalesce(p.old_seq, f.seq), coalesce(p.old_time, v_time), p.old_seq is null and p.first = p.n, false,
-           case when p.old_seq is not null then p.old_sender when p.first <> p.n then post_many.sender end,
-           case when p.old_seq is not null then p.old_body when p.first <> p.n then f.body end,
-           case when p.old_seq is not null then p.old_headers when p.first <> p.n then f.headers end
-    from placed as p
-    left join numbered as f on f.n = p.first
-    order by p.n;
+    select v_id, d.n, d.seq, coalesce(o.created_at, v_time), d.posted, v_armed, o.sender, o.body, o.headers
+    from unnest(v_seqs, v_posted) with ordinality as d (seq, posted, n)
+    left join doorbell.message as o on not d.posted and o.channel_id = v_id and o.seq = d.seq
+    order by d.n;
 end
 $$;
 

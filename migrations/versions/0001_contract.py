@@ -79,4 +79,4 @@ comment on column doorbell.cursor.acked_at is 'When the cursor last moved; null 
 
 
 def upgrade() -> None:
-    op.get_bind().exec_driver_sql(TABLES)
+    op.execute(TABLES)

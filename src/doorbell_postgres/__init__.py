@@ -1,3 +1,52 @@
 """Durable message delivery for crash-prone agent sessions, on Postgres, across hosts."""
 
+from doorbell_postgres.bus import MessageBus
+from doorbell_postgres.contract import Backlog, Draft, Message, WakeEvent
+from doorbell_postgres.errors import (
+    AckBeyondHead,
+    BusClosed,
+    ChannelBusy,
+    DatabaseUnavailable,
+    DoorbellError,
+    ForkedBus,
+    HistoryPruned,
+    InvalidInput,
+    LogRewound,
+    NotSubscribed,
+    OutcomeUnknown,
+    SchemaMismatch,
+    TurnLost,
+    UnknownChannel,
+)
+from doorbell_postgres.store import Store
+from doorbell_postgres.waiter import Doorbell
+from doorbell_postgres.wakeline import sanitize, wake_line
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "AckBeyondHead",
+    "Backlog",
+    "BusClosed",
+    "ChannelBusy",
+    "DatabaseUnavailable",
+    "Doorbell",
+    "DoorbellError",
+    "Draft",
+    "ForkedBus",
+    "HistoryPruned",
+    "InvalidInput",
+    "LogRewound",
+    "Message",
+    "MessageBus",
+    "NotSubscribed",
+    "OutcomeUnknown",
+    "SchemaMismatch",
+    "Store",
+    "TurnLost",
+    "UnknownChannel",
+    "WakeEvent",
+    "__version__",
+    "sanitize",
+    "wake_line",
+]

@@ -442,9 +442,7 @@ class Server:
                 "Is it mounted noexec? Set TMPDIR to a directory that programs can run from."
             )
         step = {12: "copying its programs", 14: "initdb", 15: "the server"}.get(code, "its supervisor")
-        raise StartFailed(
-            f"No throwaway Postgres from {programs}: {step} failed (exit code {code}). Its log ends:\n{log}"
-        )
+        raise StartFailed(f"No throwaway Postgres from {programs}: {step} failed (exit code {code}). Its log ends:\n{log}")
 
     def _close_pipes(self) -> None:
         for pipe in (self._process.stdout, self._process.stderr):

@@ -1,0 +1,3 @@
+from doorbell_postgres.cli import main
+
+main()

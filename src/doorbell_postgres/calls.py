@@ -1,0 +1,404 @@
+"""Every conversation with the database, once: its SQL, its parameters, how its rows are read.
+
+Pure: a `Call` is a value that a shell sends. Arguments are checked here, before anything is sent, so that a refusal is
+the same in every shell and leaves nothing half-done; the functions in the database check again for everybody else.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from doorbell_postgres.contract import NO_HEADERS, Backlog, Draft, Headers, Message
+from doorbell_postgres.errors import InvalidInput
+
+T_co = TypeVar("T_co", covariant=True)
+Rows = Sequence[tuple[Any, ...]]
+
+# The revision of the schema whose functions are called here.
+SCHEMA_REVISION = "0001"
+
+NAME_BYTES = 255
+KEY_BYTES = 1_024
+BODY_BYTES = 16 * 1024 * 1024
+HEADERS_BYTES = 64 * 1024
+MAX_BIGINT = 2**63 - 1
+MAX_PAGE = 2**31 - 1
+UNACKED_BYTES = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Call(Generic[T_co]):
+    """One statement, and what its rows mean.
+
+    `repeatable`: sending it twice has the effect of sending it once, so that a lost answer is no loss. `posts` names the
+    channel that a post would append to: a post that cannot get the channel's lock is told so instead of being retried.
+    """
+
+    sql: str
+    params: Sequence[Any]
+    read: Callable[[Rows], T_co]
+    repeatable: bool = True
+    posts: str | None = None
+
+
+class Posted(NamedTuple):
+    """What a post returned: the message in the log, and whom to tell of it."""
+
+    message: Message
+    channel_id: int
+    armed: bool
+
+
+class Hello(NamedTuple):
+    """What a database says of itself when a client opens it."""
+
+    revision: str | None
+    epoch: str
+    read_only: bool
+
+
+class Floor(NamedTuple):
+    """Where a bell starts on one channel."""
+
+    channel_id: int
+    channel: str
+    seq: int
+    created_at: float | None
+    head: int
+
+
+class Question(NamedTuple):
+    """What a waiting bell asks of one channel: anything behind this floor that is not this handle's own?"""
+
+    handle: str
+    channel_id: int
+    floor: int
+    floor_at: float | None
+
+
+class News(NamedTuple):
+    """The answer to the question at place `question`: `seq` is None when all that is new is the handle's own."""
+
+    question: int
+    head: int
+    rewound: bool
+    seq: int | None
+    sender: str
+    preview: str
+    created_at: float | None
+
+
+# -- checking ---------------------------------------------------------------------------------------------------------
+
+
+def text(field: str, value: object, most: int) -> str:
+    """`value` if it is text that the database can hold as it is, in at most `most` bytes of UTF-8."""
+    if not isinstance(value, str):
+        raise InvalidInput(f"{field} is {_kind(value)}; it must be a str.")
+    if "\0" in value:
+        raise InvalidInput(f"{field} contains a NUL character; Postgres cannot store it. Remove it, or encode the value.")
+    try:
+        size = len(value.encode())
+    except UnicodeEncodeError as exc:
+        raise InvalidInput(
+            f"{field} contains a lone surrogate at position {exc.start}; it must be valid Unicode. Decode the source with its real encoding."
+        ) from None
+    if size > most:
+        raise InvalidInput(f"{field} has {size:,} bytes of UTF-8; at most {most:,} are allowed.")
+    return value if type(value) is str else str.__str__(value)
+
+
+def name(field: str, value: object, most: int = NAME_BYTES) -> str:
+    """`value` if it can name a channel, a handle, a sender or (with its own limit) a key."""
+    checked = text(field, value, most)
+    if not checked:
+        raise InvalidInput(f"{field} is empty; it must have 1 to {most:,} bytes of UTF-8.")
+    return checked
+
+
+def count(field: str, value: object, *, least: int, most: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidInput(f"{field} is {_kind(value)}; it must be an int.")
+    if not least <= value <= most:
+        raise InvalidInput(f"{field} is {value}; it must be between {least:,} and {most:,}.")
+    return value
+
+
+def seconds(field: str, value: object, *, zero: bool = False) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise InvalidInput(f"{field} is {_kind(value)}; it must be a number of seconds.")
+    if not (value >= 0 if zero else value > 0) or (math.isinf(value) and not zero):
+        raise InvalidInput(f"{field} is {value} s; it must be {'0 or more' if zero else 'more than 0, and finite'}.")
+    return float(value)
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"of type {type(value).__name__}"
+
+
+def _headers(field: str, value: object) -> tuple[Headers, str]:
+    """The headers as they are kept, and as JSON text."""
+    if value is None:
+        return NO_HEADERS, "{}"
+    if not isinstance(value, Mapping):
+        raise InvalidInput(f"{field} is {_kind(value)}; it must be a mapping of str to str.")
+    items = {name(f"a name in {field}", key): text(f"{field}[{key!r}]", item, HEADERS_BYTES) for key, item in value.items()}
+    encoded = json.dumps(items, ensure_ascii=False, separators=(", ", ": "))
+    if len(encoded.encode()) > HEADERS_BYTES:
+        raise InvalidInput(f"{field} has {len(encoded.encode()):,} bytes as JSON; at most {HEADERS_BYTES:,} are allowed.")
+    return Headers(items), encoded
+
+
+def _key(field: str, value: object) -> str | None:
+    return None if value is None else name(field, value, KEY_BYTES)
+
+
+# -- reading rows -----------------------------------------------------------------------------------------------------
+
+_MESSAGE = "seq, sender, body, extract(epoch from created_at)::float8, nullif(headers, '{}'), idempotency_key"
+
+
+def _message(channel: str, seq: int, sender: str, body: str, created_at: float, headers: Any, key: str | None) -> Message:
+    return Message(channel, seq, sender, body, created_at, Headers(headers) if headers else NO_HEADERS, key)
+
+
+def _messages(rows: Rows) -> list[Message]:
+    return [_message(*row) for row in rows]
+
+
+def _one(rows: Rows) -> Any:
+    return rows[0][0]
+
+
+def _names(rows: Rows) -> list[str]:
+    return [row[0] for row in rows]
+
+
+def _nothing(rows: Rows) -> None:
+    return None
+
+
+# -- posting ----------------------------------------------------------------------------------------------------------
+
+
+def post(
+    channel: str,
+    body: str,
+    *,
+    sender: str,
+    idempotency_key: str | None,
+    headers: Mapping[str, str] | None,
+    notify: bool,
+    lock_timeout: float,
+) -> Call[Posted]:
+    channel, sender = name("channel", channel), name("sender", sender)
+    body, key = text("body", body, BODY_BYTES), _key("idempotency_key", idempotency_key)
+    kept, encoded = _headers("headers", headers)
+
+    def read(rows: Rows) -> Posted:
+        channel_id, seq, created_at, posted, armed, *original = rows[0]
+        if posted:
+            message = Message(channel, seq, sender, body, created_at, kept, key)
+        else:
+            message = _message(channel, seq, original[0], original[1], created_at, original[2], key)
+        return Posted(message, channel_id, armed)
+
+    return Call(
+        "select channel_id, seq, extract(epoch from created_at)::float8, posted, armed,"
+        " original_sender, original_body, original_headers"
+        " from doorbell.post(%s::text, %s::text, %s::text, %s::text, %s::jsonb, %s::boolean, %s::integer)",
+        (channel, body, sender, key, encoded, notify, milliseconds(lock_timeout)),
+        read,
+        repeatable=key is not None,
+        posts=channel,
+    )
+
+
+def post_many(
+    channel: str,
+    messages: Iterable[str | Draft],
+    *,
+    sender: str,
+    notify: bool,
+    lock_timeout: float,
+) -> Call[list[Posted]]:
+    channel, sender = name("channel", channel), name("sender", sender)
+    if isinstance(messages, (str, bytes)) or not isinstance(messages, Iterable):
+        raise InvalidInput(f"messages is {_kind(messages)}; it must be an iterable of bodies or Drafts.")
+    bodies: list[str] = []
+    keys: list[str | None] = []
+    kept: list[Headers] = []
+    encoded: list[str] = []
+    for i, item in enumerate(messages):
+        draft = item if isinstance(item, Draft) else Draft(item)
+        bodies.append(text(f"messages[{i}]: body", draft.body, BODY_BYTES))
+        keys.append(_key(f"messages[{i}]: idempotency_key", draft.idempotency_key))
+        own, as_json = _headers(f"messages[{i}]: headers", draft.headers)
+        kept.append(own)
+        encoded.append(as_json)
+
+    def read(rows: Rows) -> list[Posted]:
+        result = []
+        for (channel_id, seq, created_at, posted, armed, *original), body, key, own in zip(rows, bodies, keys, kept, strict=True):
+            if posted:
+                message = Message(channel, seq, sender, body, created_at, own, key)
+            else:
+                message = _message(channel, seq, original[0], original[1], created_at, original[2], key)
+            result.append(Posted(message, channel_id, armed))
+        return result
+
+    return Call(
+        "select channel_id, seq, extract(epoch from created_at)::float8, posted, armed,"
+        " original_sender, original_body, original_headers"
+        " from doorbell.post_many(%s::text, %s::text, %s::text[], %s::text[], %s::text[]::jsonb[], %s::boolean, %s::integer)"
+        " order by draft",
+        (
+            channel,
+            sender,
+            bodies,
+            keys if any(key is not None for key in keys) else None,
+            encoded if any(kept) else None,
+            notify,
+            milliseconds(lock_timeout),
+        ),
+        read,
+        repeatable=all(key is not None for key in keys),
+        posts=channel,
+    )
+
+
+def announce(channel_ids: Sequence[int]) -> Call[None]:
+    return Call("select doorbell.announce(%s::bigint[])", (list(channel_ids),), _nothing)
+
+
+# -- subscribing and acking -------------------------------------------------------------------------------------------
+
+
+def subscribe(handle: str, channel: str, *, at: str, lock_timeout: float) -> Call[None]:
+    if at not in ("head", "start"):
+        raise InvalidInput(f"at is {at!r}; it must be 'head' (join behind the newest message) or 'start' (before the oldest).")
+    return Call(
+        "select doorbell.subscribe(%s::text, %s::text, %s::text, %s::integer)",
+        (name("handle", handle), name("channel", channel), at, milliseconds(lock_timeout)),
+        _nothing,
+    )
+
+
+def unsubscribe(handle: str, channel: str) -> Call[bool]:
+    return Call(
+        "select doorbell.unsubscribe(%s::text, %s::text)",
+        (name("handle", handle), name("channel", channel)),
+        _one,
+        repeatable=False,
+    )
+
+
+def ack(handle: str, channel: str, up_to: int, created_at: float | None) -> Call[int]:
+    """`created_at` is the time of the message that was handled, where the caller knows it: see LogRewound."""
+    return Call(
+        "select doorbell.ack(%s::text, %s::text, %s::bigint, to_timestamp(%s::float8))",
+        (name("handle", handle), name("channel", channel), count("up_to", up_to, least=0, most=MAX_BIGINT), created_at),
+        _one,
+    )
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def unacked(handle: str, after: tuple[str, int] | None, *, page_size: int, max_bytes: int | None = None) -> Call[list[Message]]:
+    """One page behind `after`, a position (channel, seq) in channel order; None is the cursors themselves."""
+    channel, seq = after or (None, 0)
+    return Call(
+        f"select channel, {_MESSAGE} from doorbell.unacked(%s::text, %s::text, %s::bigint, %s::integer, %s::bigint)",
+        (
+            name("handle", handle),
+            channel,
+            seq,
+            count("page_size", page_size, least=1, most=MAX_PAGE),
+            MAX_BIGINT if max_bytes is None else count("max_bytes", max_bytes, least=1, most=MAX_BIGINT),
+        ),
+        _messages,
+    )
+
+
+def messages_after(channel: str, after_seq: int, *, limit: int) -> Call[list[Message]]:
+    channel = name("channel", channel)
+    return Call(
+        f"select {_MESSAGE} from doorbell.messages_after(%s::text, %s::bigint, %s::integer)",
+        (
+            channel,
+            count("after_seq", after_seq, least=0, most=MAX_BIGINT),
+            count("limit", limit, least=1, most=MAX_PAGE),
+        ),
+        lambda rows: [_message(channel, *row) for row in rows],
+    )
+
+
+def head(channel: str) -> Call[int]:
+    return Call("select doorbell.head(%s::text)", (name("channel", channel),), _one)
+
+
+def channels() -> Call[list[str]]:
+    return Call("select doorbell.channel_names()", (), _names)
+
+
+def subscriptions(handle: str) -> Call[list[str]]:
+    return Call("select doorbell.subscriptions(%s::text)", (name("handle", handle),), _names)
+
+
+def acked_seq(handle: str, channel: str) -> Call[int]:
+    return Call("select doorbell.acked_seq(%s::text, %s::text)", (name("handle", handle), name("channel", channel)), _one)
+
+
+def backlog(handle: str | None) -> Call[list[Backlog]]:
+    return Call(
+        "select handle_name, channel, head, acked_seq, unacked, oldest_unacked_at, last_acked_at from doorbell.backlog_of(%s::text)",
+        (None if handle is None else name("handle", handle),),
+        lambda rows: [Backlog(*row) for row in rows],
+    )
+
+
+def unacked_count(channel: str | None, handle: str | None) -> Call[int]:
+    return Call(
+        "select doorbell.unacked_count(%s::text, %s::text)",
+        (None if channel is None else name("channel", channel), None if handle is None else name("handle", handle)),
+        lambda rows: int(rows[0][0]),
+    )
+
+
+# -- the doorbell -----------------------------------------------------------------------------------------------------
+
+
+def bell_floors(handle: str) -> Call[list[Floor]]:
+    return Call(
+        "select channel_id, channel, floor, extract(epoch from floor_at)::float8, head from doorbell.bell_floors(%s::text)",
+        (name("handle", handle),),
+        lambda rows: [Floor(*row) for row in rows],
+    )
+
+
+def peek(questions: Sequence[Question], *, preview: int) -> Call[list[News]]:
+    """`preview` is how many characters of a body come along; 0 for none."""
+    handles, channel_ids, floors, times = zip(*questions, strict=True) if questions else ((), (), (), ())
+    return Call(
+        "select watch - 1, head, coalesce(rewound, false), seq, sender, preview, extract(epoch from created_at)::float8"
+        " from doorbell.peek(%s::text[], %s::bigint[], %s::bigint[],"
+        " array(select to_timestamp(t) from unnest(%s::float8[]) with ordinality as u (t, n) order by n), %s::integer)",
+        (list(handles), list(channel_ids), list(floors), list(times), preview),
+        lambda rows: [News(*row) for row in rows],
+    )
+
+
+# -- opening ----------------------------------------------------------------------------------------------------------
+
+
+def hello() -> Call[Hello]:
+    return Call("select revision, epoch::text, read_only from doorbell.hello()", (), lambda rows: Hello(*rows[0]))
+
+
+def milliseconds(value: float) -> int:
+    return max(1, round(value * 1000))

@@ -1,0 +1,406 @@
+"""One per bus: the connection that bells wait on. It listens, polls, notices that it died, and dials again.
+
+The connection is read-only and never in a transaction between polls; nothing that it does consumes or writes. Its thread
+owns it alone. Bells hand in a watch and get an outcome in their mailbox; their deadlines are their own, so whatever the
+network does to this thread, a `wait` returns in time.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import random
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import psycopg
+from psycopg.abc import PQGen
+from psycopg.waiting import Ready
+
+from doorbell_postgres import calls, watch, wire
+from doorbell_postgres.calls import Call
+from doorbell_postgres.errors import BusClosed, DatabaseUnavailable
+from doorbell_postgres.watch import Outcome, Watch, Watchlist
+
+T = TypeVar("T")
+log = logging.getLogger("doorbell_postgres")
+
+# A poll that has no answer by then is lost: with poll_interval before it and a dial behind it, a bell on a dead connection
+# rings within poll_interval + 2 s.
+PATIENCE = 1.2
+# How long the connection is kept when nobody waits: handling a message and arming again should find it there.
+LINGER = 60.0
+# A connection that flaps is reported once in this time, with its return.
+QUIET = 10.0
+
+
+@dataclass(frozen=True)
+class ListenerState:
+    """What the listener is doing: `since` is `time.monotonic()` of the last change, `reason` says why it is not listening."""
+
+    kind: Literal["idle", "listening", "polling", "reconnecting", "closed"]
+    reason: str | None
+    since: float
+
+
+class Wire(psycopg.Connection[tuple[Any, ...]]):
+    """A connection whose every wait ends: after PATIENCE, or when the bell rope is pulled."""
+
+    rope: socket.socket
+    heard: list[bytes]
+
+    def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
+        ends = time.monotonic() + PATIENCE
+        try:
+            want = next(gen)
+            with selectors.DefaultSelector() as selector:
+                selector.register(self.rope, selectors.EVENT_READ)
+                selector.register(self.pgconn.socket, int(want))
+                while True:
+                    selector.modify(self.pgconn.socket, int(want))
+                    got = {key.fd: events for key, events in selector.select(ends - time.monotonic())}
+                    if self.rope.fileno() in got:
+                        raise psycopg.OperationalError("closed while waiting")
+                    if not got:
+                        raise psycopg.OperationalError(f"no answer within {PATIENCE} s")
+                    want = gen.send(Ready(got[self.pgconn.socket]))
+        except StopIteration as done:
+            result: T = done.value
+            return result
+
+
+class Listener:
+    """Serves the bells of one bus from one thread and one connection, both made at first use."""
+
+    def __init__(self, dsn: str, options: dict[str, Any], *, listen: bool, on_news: Callable[[], None]) -> None:
+        self._dsn = dsn
+        self._options = options
+        self._listen = listen
+        self._on_news = on_news
+        self._lock = threading.Lock()
+        self._list = Watchlist()
+        self._mailboxes: dict[Watch, queue.SimpleQueue[Outcome]] = {}
+        self._fresh: set[Watch] = set()
+        self._jobs: list[tuple[Call[Any], Future[Any]]] = []
+        self._thread: threading.Thread | None = None
+        self._closing = False
+        self._pull, self._rope = socket.socketpair()  # closing the pulled end ends every wait on the rope
+        self._nudge, self._nudged = socket.socketpair()
+        for end in (self._nudge, self._nudged):
+            end.setblocking(False)
+        self._state = ListenerState("idle", None, time.monotonic())
+        self._reported = -QUIET
+        self._warned = False
+
+    @property
+    def state(self) -> ListenerState:
+        return self._state
+
+    # -- for bells ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self, watch: Watch) -> Iterator[queue.SimpleQueue[Outcome]]:
+        """Register the watch while the block runs. The first thing in the mailbox is the outcome of a scan made after that.
+
+        A watch with an outcome in its mailbox is not looked at again until `again`.
+        """
+        mailbox: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._enter(watch, mailbox)
+        try:
+            yield mailbox
+        finally:
+            with self._lock:
+                self._list.remove(watch)
+                self._fresh.discard(watch)
+                self._mailboxes.pop(watch, None)
+
+    def again(self, watch: Watch, mailbox: queue.SimpleQueue[Outcome]) -> None:
+        self._enter(watch, mailbox)
+
+    def _enter(self, watch: Watch, mailbox: queue.SimpleQueue[Outcome]) -> None:
+        with self._lock:
+            if self._closing:
+                mailbox.put("closed")
+                return
+            self._mailboxes[watch] = mailbox
+            self._fresh.add(watch)
+            self._list.add(watch, time.monotonic())
+        self._wake()
+
+    def run(self, call: Call[T], timeout: float) -> T:
+        """Run a read-only call on the listener's connection. DatabaseUnavailable when it has not succeeded in time."""
+        future: Future[T] = Future()
+        with self._lock:
+            if self._closing:
+                raise BusClosed("The bus is closed; make a new one.")
+            self._jobs.append((call, future))
+        self._wake()
+        try:
+            return future.result(timeout)
+        except TimeoutError:
+            future.cancel()
+            raise DatabaseUnavailable(
+                f"The database did not answer within {timeout:g} s: {self._state.reason or 'no answer yet'}. "
+                "Check that the server runs and the network lets it through."
+            ) from None
+        except CancelledError:
+            raise BusClosed("The bus was closed meanwhile; make a new one.") from None
+
+    def announced(self, channel_ids: list[int]) -> None:
+        """This process has posted there: look without waiting for the database to say so."""
+        with self._lock:
+            now = time.monotonic()
+            watched = [self._list.announced(channel_id, now) for channel_id in channel_ids]
+        if any(watched):
+            self._wake()
+
+    def close(self, timeout: float = 1.0) -> None:
+        """End every wait with "closed" and the thread; returns within `timeout` whatever the network does."""
+        with self._lock:
+            if self._closing:
+                return
+            self._closing = True
+            for each in self._list.clear():
+                self._mailboxes[each].put("closed")
+            for _, future in self._jobs:
+                future.cancel()
+            self._jobs.clear()
+            thread = self._thread
+        self._pull.close()
+        self._become("closed", None)
+        if thread is None:
+            self._hang_up()
+        elif thread is not threading.current_thread():
+            thread.join(timeout)
+
+    # -- the thread ---------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if self._thread is None:
+            with self._lock:
+                if self._thread is None and not self._closing:
+                    self._thread = threading.Thread(target=self._run, name="doorbell-listener", daemon=True)
+                    self._thread.start()
+        # A full pipe holds plenty of nudges already; a closed one needs none.
+        with suppress(OSError):
+            self._nudge.send(b"!")
+
+    def _run(self) -> None:
+        failures = 0
+        while not self._closing:
+            if not self._wanted():
+                self._sleep(None)
+                continue
+            try:
+                connection = self._open()
+                try:
+                    self._became_ready(connection)
+                    failures = 0
+                    self._serve(connection)
+                finally:
+                    connection.close()
+            except Exception as exc:
+                if self._closing:
+                    break
+                if not isinstance(exc, psycopg.Error):
+                    log.exception("listener failed")
+                self._fell(exc)
+                failures += 1
+                # The first dial follows at once; then the waits grow, jittered, so that a fleet does not come back as one.
+                if failures > 1:
+                    self._sleep(min(0.5, 0.05 * 2 ** min(failures, 5)) * random.uniform(0.5, 1.0))
+        self._hang_up()
+
+    def _hang_up(self) -> None:
+        for end in (self._rope, self._nudge, self._nudged):
+            end.close()
+
+    def _open(self) -> Wire:
+        connection = Wire.connect(self._dsn, autocommit=True, **self._options)
+        connection.rope = self._rope
+        connection.heard = []
+        # Notifications that come with the answer of a query, not while waiting for one.
+        connection.add_notify_handler(lambda note: connection.heard.append(note.payload.encode()))
+        try:
+            wire.set_up(connection, connection.execute(*wire.on_connect(connection, read_only=True)).fetchone())
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _became_ready(self, connection: Wire) -> None:
+        """LISTEN, committed, before the first scan: what is posted after it is announced, what was before it is scanned."""
+        why_not = None
+        if not self._listen:
+            why_not = "notify is off"
+        elif wire.is_pooled(connection):
+            why_not = "a pooler in transaction mode is in between"
+        else:
+            try:
+                connection.execute("listen doorbell")
+            except (psycopg.errors.ReadOnlySqlTransaction, psycopg.errors.FeatureNotSupported) as exc:
+                why_not = wire.why(exc)
+        with self._lock:
+            self._list.wake_all(time.monotonic())
+        returned = self._state.kind == "reconnecting" and self._reported > self._state.since - QUIET
+        if why_not and not self._warned and self._listen:
+            self._warned = True
+            log.warning("bells poll: notifications cannot be received (%s)", why_not)
+        elif returned and time.monotonic() - self._state.since > 0.5:
+            log.info("listener is back after %.1f s", time.monotonic() - self._state.since)
+        self._become("polling" if why_not else "listening", why_not)
+
+    def _serve(self, connection: Wire) -> None:
+        unwanted_since: float | None = None
+        while not self._closing:
+            self._do_jobs(connection)
+            self._look(connection)
+            now = time.monotonic()
+            if self._wanted():
+                unwanted_since = None
+            else:
+                unwanted_since = unwanted_since or now
+                if now - unwanted_since >= LINGER:
+                    self._become("idle", None)
+                    return
+            due = self._next_due()
+            until = due if due is not None else (unwanted_since or now) + LINGER
+            if connection.heard or connection in self._ready(max(0.0, until - now), connection):
+                self._hear(connection)
+
+    def _hear(self, connection: Wire) -> None:
+        connection.pgconn.consume_input()
+        heard = set(connection.heard)
+        connection.heard.clear()
+        while note := connection.pgconn.notifies():
+            heard.add(note.extra)
+        self._note(heard)
+
+    def _note(self, payloads: set[bytes]) -> None:
+        now = time.monotonic()
+        with self._lock:
+            watched = [self._list.announced(int(p), now) for p in payloads if p.isdigit()]
+        if any(watched):
+            self._on_news()
+
+    def _look(self, connection: Wire) -> None:
+        with self._lock:
+            watches = self._list.take(time.monotonic())
+            questions, preview = watch.ask(watches)
+        if not watches:
+            return
+        try:
+            news = self._execute(connection, calls.peek(questions, preview=preview)) if questions else []
+        except psycopg.Error as exc:
+            if not watch.refused_for_good(exc.sqlstate):
+                raise
+            self._deliver_to_all(wire.translate(exc, calls.hello()))
+            return
+        rang = False
+        with self._lock:
+            for each, own in zip(watches, watch.answer(watches, news), strict=True):
+                if each not in self._list:
+                    continue  # its wait has ended meanwhile, and its floors are not ours to move
+                outcome: Outcome | None = each.settle(own)
+                rang = rang or outcome is not None
+                if outcome is None and each in self._fresh:
+                    self._mailboxes[each].put("nothing")
+                elif outcome is not None:
+                    self._list.remove(each)
+                    self._mailboxes[each].put(outcome)
+                self._fresh.discard(each)
+        if rang:
+            self._on_news()
+
+    def _do_jobs(self, connection: Wire) -> None:
+        while True:
+            with self._lock:
+                if not self._jobs:
+                    return
+                call, future = self._jobs[0]
+            if not future.cancelled():
+                try:
+                    result = self._execute(connection, call)
+                except psycopg.Error as exc:
+                    if not watch.refused_for_good(exc.sqlstate):
+                        raise  # the connection goes, the job stays for the next one
+                    self._resolve(future, wire.translate(exc, call))
+                else:
+                    self._resolve(future, result)
+            with self._lock:
+                if self._jobs and self._jobs[0][1] is future:
+                    self._jobs.pop(0)
+
+    @staticmethod
+    def _resolve(future: Future[Any], result: Any) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+    def _execute(self, connection: Wire, call: Call[T]) -> T:
+        if not wire.is_pooled(connection):  # the session itself is read-only
+            return call.read(connection.execute(call.sql, call.params).fetchall())
+        connection.execute("begin read only")
+        try:
+            return call.read(connection.execute(call.sql, call.params).fetchall())
+        finally:
+            connection.execute("rollback")
+
+    def _deliver_to_all(self, error: Exception) -> None:
+        with self._lock:
+            for each in self._list.clear():
+                self._mailboxes[each].put(error)
+            self._fresh.clear()
+
+    def _wanted(self) -> bool:
+        with self._lock:
+            return bool(self._jobs) or len(self._list) > 0
+
+    def _next_due(self) -> float | None:
+        with self._lock:
+            return self._list.next_due()
+
+    def _ready(self, timeout: float | None, connection: Wire | None) -> list[Any]:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._rope, selectors.EVENT_READ)
+            selector.register(self._nudged, selectors.EVENT_READ)
+            if connection is not None:
+                selector.register(connection.pgconn.socket, selectors.EVENT_READ, connection)
+            events = selector.select(timeout)
+        for key, _ in events:
+            if key.fileobj is self._nudged:
+                self._nudged.recv(4096)
+        return [key.data for key, _ in events]
+
+    def _sleep(self, timeout: float | None) -> None:
+        """Until something happens, or for `timeout` whatever happens short of closing."""
+        if timeout is None:
+            self._ready(None, None)
+            return
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._rope, selectors.EVENT_READ)
+            selector.select(timeout)
+
+    def _fell(self, exc: Exception) -> None:
+        reason, now = wire.why(exc), time.monotonic()
+        if self._state.kind != "reconnecting":
+            if now - self._reported > QUIET:
+                self._reported = now
+                log.warning("listener lost its connection, bells look again after reconnecting (%s)", reason)
+            self._become("reconnecting", reason)
+        else:
+            self._state = ListenerState("reconnecting", reason, self._state.since)
+
+    def _become(self, kind: Literal["idle", "listening", "polling", "reconnecting", "closed"], reason: str | None) -> None:
+        if self._state.kind not in (kind, "closed"):
+            self._state = ListenerState(kind, reason, time.monotonic())

@@ -1,0 +1,65 @@
+"""Tells other processes' bells of new posts, after the posts and apart from them.
+
+A notification inside the post's own transaction would hold a cluster-wide lock through its flush, so posts hand the
+channel over and this thread announces it: the first at once, those that follow gathered for a moment. It is an
+optimisation. What it drops, because the database is away or the process dies, the poll finds.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+log = logging.getLogger("doorbell_postgres")
+
+GATHER = 0.010
+# At most this share of its time is spent on announcing, so that a slow server is not asked more than it can do.
+SHARE = 0.1
+
+
+class Notifier:
+    """Announces channels through `send`, which may raise: then those announcements are dropped."""
+
+    def __init__(self, send: Callable[[list[int]], None]) -> None:
+        self._send = send
+        self._changed = threading.Condition()
+        self._pending: set[int] = set()
+        self._thread: threading.Thread | None = None
+        self._closing = False
+
+    def announce(self, channel_ids: list[int]) -> None:
+        with self._changed:
+            if self._closing:
+                return
+            self._pending.update(channel_ids)
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="doorbell-notifier", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def close(self, timeout: float = 1.0) -> None:
+        """Announce what is pending, then end; gives up after `timeout`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+            thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._closing)
+                if not self._pending:
+                    return
+                taken, self._pending = sorted(self._pending), set()
+            began = time.monotonic()
+            try:
+                self._send(taken)
+            except Exception as exc:
+                log.debug("announcement dropped (%s); bells find the posts by polling", type(exc).__name__)
+            spent = time.monotonic() - began
+            with self._changed:
+                self._changed.wait_for(lambda: self._closing, max(GATHER, spent / SHARE - spent))

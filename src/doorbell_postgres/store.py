@@ -1,0 +1,347 @@
+"""The log and its cursors, synchronously: what `Store` promises is what the functions in the database promise."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import psycopg
+from psycopg_pool import ConnectionPool, PoolClosed, PoolTimeout
+
+from doorbell_postgres import calls, throwaway, wire
+from doorbell_postgres import migrate as migration
+from doorbell_postgres.calls import Call, Posted
+from doorbell_postgres.contract import Backlog, Draft, Message, Notify, Start
+from doorbell_postgres.errors import BusClosed, ForkedBus, InvalidInput
+from doorbell_postgres.listener import Listener
+from doorbell_postgres.notifier import Notifier
+
+T = TypeVar("T")
+Connection = psycopg.Connection[Any]
+log = logging.getLogger("doorbell_postgres")
+
+# Messages whose time is remembered, so that an ack can say which message it means.
+REMEMBERED = 10_000
+# One try to get a connection; the next one may find the server back.
+POOL_PATIENCE = 3.0
+
+
+class _Dialer:
+    """Stands where the pool expects a connection class, and keeps why the last dial failed: the pool only logs it."""
+
+    refusal: psycopg.Error | None = None
+
+    def connect(self, conninfo: str, **options: Any) -> Connection:
+        try:
+            connection = psycopg.connect(conninfo, **options)
+        except psycopg.Error as exc:
+            self.refusal = exc
+            raise
+        self.refusal = None
+        return connection
+
+
+class Store:
+    """Channels, messages and cursors on one database. Thread-safe; not for use after fork().
+
+    `dsn` goes to libpq as it is. None means DOORBELL_DSN, else ":memory:": a private throwaway server of this process.
+    `migrate=True` brings the schema to this package's revision first.
+
+    Calls that may be repeated (reads, acks, subscriptions, posts with a key) are retried on transient errors for at most
+    `retry_for` seconds. A post waits for its channel at most `lock_timeout` seconds, then raises ChannelBusy.
+
+    Raises DatabaseUnavailable, SchemaMismatch or InvalidInput when it cannot be opened.
+    """
+
+    def __init__(
+        self,
+        dsn: str | None = None,
+        *,
+        migrate: bool = False,
+        notify: Notify = "coalesced",
+        max_size: int = 4,
+        application_name: str | None = None,
+        connect_timeout: float = 5,
+        retry_for: float = 30,
+        lock_timeout: float = 5,
+    ) -> None:
+        if notify not in ("coalesced", "off"):
+            raise InvalidInput(f"notify is {notify!r}; it must be 'coalesced' or 'off'.")
+        self._pid = os.getpid()
+        self._closed = False
+        self._retry_for = calls.seconds("retry_for", retry_for, zero=True)
+        self._lock_timeout = calls.seconds("lock_timeout", lock_timeout)
+        self._announces = notify != "off"
+        calls.count("max_size", max_size, least=1, most=10_000)
+        calls.seconds("connect_timeout", connect_timeout)
+
+        dsn = wire.resolve(dsn)
+        if dsn == wire.MEMORY:
+            log.warning(
+                "':memory:' is a throwaway Postgres of this process: no other host or process sees it, and it ends with the process"
+            )
+            dsn, migrate = throwaway.shared().create_database(), True
+        options = wire.dial_options(dsn, application_name=application_name, connect_timeout=connect_timeout)
+        self._check_opening(dsn, options, migrate=migrate)
+
+        self._dialer = _Dialer()
+        self._pool: ConnectionPool[Connection] = ConnectionPool(
+            dsn,
+            connection_class=self._dialer,  # type: ignore[arg-type]
+            kwargs={**options, "autocommit": True},
+            min_size=0,
+            max_size=max_size,
+            open=True,
+            # Short: who asks for a connection asks again, and an outage must not leave the pool in a long back-off.
+            reconnect_timeout=1.0,
+            configure=_configure,
+            check=_check,
+            name="doorbell",
+        )
+        self.listener = Listener(dsn, options, listen=self._announces, on_news=self._notify_activity)
+        self._notifier = Notifier(lambda channel_ids: self._once(calls.announce(channel_ids), timeout=1.0))
+        self.activity = threading.Condition()
+        self._times: dict[tuple[str, int], float] = {}
+        self._finalizer = weakref.finalize(self, _shut, self._pid, self._notifier, self.listener, self._pool)
+
+    # -- the log ------------------------------------------------------------------------------------------------------
+
+    def channels(self) -> list[str]:
+        """The names of all channels, sorted."""
+        return self._run(calls.channels())
+
+    def head(self, channel: str) -> int:
+        """The seq of the newest message; 0 for a channel that is empty or absent."""
+        return self._run(calls.head(channel))
+
+    def post(
+        self,
+        channel: str,
+        sender: str,
+        body: str,
+        *,
+        idempotency_key: str | None = None,
+        headers: Mapping[str, str] | None = None,
+        conn: Connection | None = None,
+    ) -> Message:
+        """Append one message; see MessageBus.post. Sender comes before body here, as in the reference."""
+        call = calls.post(
+            channel,
+            body,
+            sender=sender,
+            idempotency_key=idempotency_key,
+            headers=headers,
+            notify=conn is not None and self._announces,
+            lock_timeout=self._lock_timeout,
+        )
+        posted = self._run(call, conn)
+        if conn is None:
+            self._posted([posted])
+        return posted.message
+
+    def post_many(
+        self, channel: str, messages: Iterable[str | Draft], *, sender: str, conn: Connection | None = None
+    ) -> list[Message]:
+        """Append many messages to one channel; see MessageBus.post_many."""
+        call = calls.post_many(
+            channel,
+            messages,
+            sender=sender,
+            notify=conn is not None and self._announces,
+            lock_timeout=self._lock_timeout,
+        )
+        posted = self._run(call, conn)
+        if conn is None:
+            self._posted(posted)
+        return [each.message for each in posted]
+
+    def messages_after(self, channel: str, after_seq: int, *, limit: int = 100) -> list[Message]:
+        """At most `limit` messages behind `after_seq`, in order; [] for a channel that is absent."""
+        return self._run(calls.messages_after(channel, after_seq, limit=limit))
+
+    # -- cursors ------------------------------------------------------------------------------------------------------
+
+    def subscribe(self, handle: str, channel: str, *, at: Start = "head", conn: Connection | None = None) -> None:
+        """Give the handle a cursor on the channel, unless it has one; see MessageBus.subscribe."""
+        self._run(calls.subscribe(handle, channel, at=at, lock_timeout=self._lock_timeout), conn)
+
+    def unsubscribe(self, handle: str, channel: str, *, conn: Connection | None = None) -> bool:
+        """Remove the handle's cursor; False when there was none. Raises UnknownChannel."""
+        return self._run(calls.unsubscribe(handle, channel), conn)
+
+    def subscriptions(self, handle: str) -> list[str]:
+        """The names of the channels that the handle is subscribed to, sorted; [] for an unknown handle."""
+        return self._run(calls.subscriptions(handle))
+
+    def acked_seq(self, handle: str, channel: str) -> int:
+        """Where the cursor stands. Raises UnknownChannel, NotSubscribed."""
+        return self._run(calls.acked_seq(handle, channel))
+
+    def ack(self, handle: str, channel: str, up_to: int, *, conn: Connection | None = None) -> int:
+        """Move the cursor forward to `up_to` and return where it stands; see MessageBus.ack."""
+        return self._run(calls.ack(handle, channel, up_to, self._times.get((channel, up_to))), conn)
+
+    def page(self, handle: str, after: tuple[str, int] | None, *, page_size: int, max_bytes: int | None = None) -> list[Message]:
+        """One page of what the handle has not acked, behind the position `after`; [] is the head of all channels."""
+        messages = self._run(calls.unacked(handle, after, page_size=page_size, max_bytes=max_bytes))
+        self._remember(messages)
+        return messages
+
+    def backlog(self, handle: str | None = None) -> list[Backlog]:
+        """How far each handle, or this one, is behind on each channel, by handle and channel."""
+        return self._run(calls.backlog(handle))
+
+    def unacked_count(self, channel: str | None, handle: str | None) -> int:
+        """How many messages wait behind cursors, of one channel, one handle, both, or all."""
+        return self._run(calls.unacked_count(channel, handle))
+
+    @contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        """A connection in a transaction (READ COMMITTED) that commits when the block ends, and rolls back when it raises.
+
+        Pass it as `conn=`. Nothing in it is retried, and its posts hold their channels until it ends: keep it short.
+        """
+        self.check_usable()
+        with self._connection(self._retry_for) as connection, connection.transaction():
+            yield connection
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    def close(self) -> None:
+        """Announce what is pending, wake every bell, let the connections go. Returns within 3 s; again is a no-op."""
+        if self._closed or self._pid != os.getpid():
+            return
+        self._closed = True
+        self._finalizer()
+        self._notify_activity()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    # -- sending ------------------------------------------------------------------------------------------------------
+
+    def _run(self, call: Call[T], conn: Connection | None = None) -> T:
+        """Send the call: on the caller's connection once and as it is, else on one of ours, again where that is safe."""
+        self.check_usable()
+        if conn is not None:
+            wire.refuse_foreign(conn, psycopg.Connection)
+            try:
+                return _send(conn, call)
+            except psycopg.Error as exc:
+                raise wire.translate(exc, call) from None
+        attempts = wire.Attempts(call, self._retry_for)
+        while True:
+            sent = False
+            try:
+                with self._connection(attempts.remaining()) as connection:
+                    sent = True
+                    return _send(connection, call)
+            except psycopg.Error as exc:
+                time.sleep(attempts.after(exc, sent=sent))
+
+    def _once(self, call: Call[T], *, timeout: float) -> T:
+        with self._connection(timeout) as connection:
+            return _send(connection, call)
+
+    def peek(self, call: Call[T]) -> T:
+        """Run a read on the listener's connection, where the database itself refuses writes."""
+        self.check_usable()
+        return self.listener.run(call, self._retry_for)
+
+    @contextmanager
+    def _connection(self, timeout: float) -> Iterator[Connection]:
+        try:
+            connection = self._pool.getconn(timeout=min(max(0.01, timeout), POOL_PATIENCE))
+        except PoolClosed:
+            raise BusClosed("The bus was closed meanwhile; make a new one.") from None
+        except PoolTimeout as exc:
+            raise self._dialer.refusal or exc from None
+        try:
+            yield connection
+        except psycopg.Error as exc:
+            if wire.spoils_connection(exc):
+                connection.close()
+            raise
+        finally:
+            self._pool.putconn(connection)
+
+    def check_fork(self) -> None:
+        if self._pid != os.getpid():
+            raise ForkedBus("This bus was made before fork(): its connections belong to the parent. Make a new bus in the child.")
+
+    def check_usable(self) -> None:
+        self.check_fork()
+        if self._closed:
+            raise BusClosed("The bus is closed; make a new one.")
+
+    def _posted(self, posted: list[Posted]) -> None:
+        """After the commit: tell the bells of this process directly and, where one may wait elsewhere, the notifier."""
+        if not posted:
+            return
+        self.listener.announced([posted[0].channel_id])
+        if self._announces and any(each.armed for each in posted):
+            self._notifier.announce([posted[0].channel_id])
+        self._notify_activity()
+
+    def _notify_activity(self) -> None:
+        with self.activity:
+            self.activity.notify_all()
+
+    def _remember(self, messages: Iterable[Message]) -> None:
+        times = self._times
+        for message in messages:
+            times[message.channel, message.seq] = message.created_at
+        while len(times) > REMEMBERED:
+            times.pop(next(iter(times)), None)
+
+    @staticmethod
+    def _check_opening(dsn: str, options: dict[str, Any], *, migrate: bool) -> None:
+        try:
+            if migrate:
+                migration.upgrade(dsn)
+            with psycopg.connect(dsn, autocommit=True, **options) as connection:
+                connection.prepare_threshold = None
+                call = calls.hello()
+                try:
+                    hello = _send(connection, call)
+                except psycopg.Error as exc:
+                    raise wire.translate(exc, call) from None
+        except psycopg.Error as exc:
+            raise wire.unreachable(exc) from None
+        wire.check_hello(hello)
+
+
+def _send(connection: Connection, call: Call[T]) -> T:
+    return call.read(connection.execute(call.sql, call.params).fetchall())
+
+
+def _configure(connection: Connection) -> None:
+    wire.set_up(connection, connection.execute(*wire.on_connect(connection, read_only=False)).fetchone())
+
+
+def _check(connection: Connection) -> None:
+    if wire.is_stale(connection.fileno()):
+        connection.close()
+        raise psycopg.OperationalError("the server has ended this connection")
+
+
+def _shut(pid: int, notifier: Notifier, listener: Listener, pool: ConnectionPool[Any]) -> None:
+    """Also at exit, for a bus that nobody closed: pending announcements go out, and no thread outlives the script."""
+    if pid != os.getpid():
+        return
+    notifier.close()
+    listener.close()
+    pool.close(timeout=0.5)

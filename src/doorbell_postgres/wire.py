@@ -1,0 +1,238 @@
+"""What both shells know of psycopg: how to dial, how an error becomes ours, when to send again.
+
+No connection is held here and nothing waits: the shells do that, each in its own way.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import sys
+import time
+from typing import Any, LiteralString, TypeAlias
+
+from doorbell_postgres import calls, errors
+from doorbell_postgres.calls import Call
+from doorbell_postgres.errors import (
+    ChannelBusy,
+    DatabaseUnavailable,
+    DoorbellError,
+    InvalidInput,
+    OutcomeUnknown,
+    SchemaMismatch,
+)
+from doorbell_postgres.wakeline import sanitize
+
+try:
+    import psycopg
+    import psycopg.conninfo
+except ImportError as exc:  # psycopg itself is a dependency: what is missing is the C library below it
+    raise ImportError(
+        "psycopg found no libpq on this machine. Install one with: pip install 'doorbell-postgres[binary]'"
+    ) from exc
+
+_AnyConnection: TypeAlias = psycopg.Connection[Any] | psycopg.AsyncConnection[Any]
+
+MEMORY = ":memory:"
+A_DSN = "a DSN looks like postgresql://user@host:5432/dbname or 'host=… dbname=…'"
+
+# Both ends notice a dead peer within about 25 s: idle + interval × count.
+KEEPALIVE = {
+    "keepalives": 1,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 25_000,
+}
+
+# Executions after which a statement is prepared; a process that sends one message never pays for it.
+PREPARE_AFTER = 2
+
+# Run once on every new connection. The handshake's backend pid is compared first: behind a pooler in transaction mode it
+# is another, and nothing may be set there, since it would stay on a server session that others use next.
+ON_CONNECT: LiteralString = """
+select pg_backend_pid(), case when pg_backend_pid() = %(pid)s then
+  set_config('tcp_keepalives_idle', '10', false) || set_config('tcp_keepalives_interval', '5', false)
+  || set_config('tcp_keepalives_count', '3', false) || set_config('tcp_user_timeout', '25000', false)
+  || case when %(read_only)s then set_config('default_transaction_read_only', 'on', false) else '' end
+end
+"""
+
+
+def on_connect(connection: _AnyConnection, *, read_only: bool) -> tuple[LiteralString, dict[str, Any]]:
+    return ON_CONNECT, {"pid": connection.info.backend_pid, "read_only": read_only}
+
+
+def set_up(connection: _AnyConnection, answer: tuple[Any, ...] | None) -> None:
+    """Take the answer to `on_connect`: behind a pooler in transaction mode nothing may be prepared either."""
+    pooled = answer is not None and answer[0] != connection.info.backend_pid
+    connection.prepare_threshold = None if pooled else PREPARE_AFTER
+
+
+def is_pooled(connection: _AnyConnection) -> bool:
+    return connection.prepare_threshold is None
+
+
+def dial_options(dsn: str, *, application_name: str | None, connect_timeout: float) -> dict[str, Any]:
+    """Keyword arguments for psycopg.connect beside the untouched DSN. What the DSN or the environment says wins."""
+    try:
+        given = psycopg.conninfo.conninfo_to_dict(dsn)
+    except psycopg.ProgrammingError as exc:
+        raise InvalidInput(f"The DSN cannot be read: {_without_quotes(str(exc))} What was expected: {A_DSN}.") from None
+    options: dict[str, Any] = {
+        **KEEPALIVE,
+        "connect_timeout": max(2, round(connect_timeout)),
+        "application_name": "doorbell",
+    }
+    if "PGCONNECT_TIMEOUT" in os.environ:
+        del options["connect_timeout"]
+    if "PGAPPNAME" in os.environ:
+        del options["application_name"]
+    options = {key: value for key, value in options.items() if key not in given}
+    if application_name is not None:
+        options["application_name"] = calls.name("application_name", application_name)
+    return options
+
+
+def resolve(dsn: object) -> str:
+    """The DSN to use: the given one, else DOORBELL_DSN, else ":memory:"."""
+    if dsn is None:
+        return os.environ.get("DOORBELL_DSN") or MEMORY
+    if not isinstance(dsn, str):
+        raise InvalidInput(f"dsn is of type {type(dsn).__name__}; {A_DSN}, and ':memory:' is a private throwaway server.")
+    if dsn != MEMORY and not (dsn.startswith(("postgresql://", "postgres://")) or "=" in dsn):
+        shown = sanitize(dsn, max_len=80)
+        raise InvalidInput(
+            f"{shown!r} is not a DSN: {A_DSN}. ':memory:' is a private throwaway server; a file of the SQLite reference cannot be opened."
+        )
+    return dsn
+
+
+def _without_quotes(reason: str) -> str:
+    # libpq quotes the piece it stumbled over, and that may be part of a password. An option's name is safe and helps.
+    if re.match(r'invalid connection option "\w+"', reason):
+        return sanitize(reason, max_len=200).rstrip(".") + "."
+    return sanitize(re.sub(r'".*"', "…", reason, flags=re.S), max_len=200).rstrip(".") + "."
+
+
+def why(exc: BaseException) -> str:
+    """What the server or libpq said, as one line, without what only a developer of psycopg wants to see."""
+    said = exc.diag.message_primary if isinstance(exc, psycopg.Error) and exc.diag.message_primary else str(exc)
+    said = re.sub(r"^connection failed: ", "", said)
+    return sanitize(said, max_len=500).rstrip(".")
+
+
+def unreachable(exc: psycopg.Error) -> DoorbellError:
+    """The error for a database that could not be opened. The reason is the server's or libpq's; no password is in it."""
+    reason = why(exc)
+    if exc.sqlstate == "3D000" or re.search(r'database ".*" does not exist', reason):
+        return DatabaseUnavailable(
+            f"The server has no such database: {reason}. Create it with createdb, then run: doorbell migrate."
+        )
+    if (exc.sqlstate or "").startswith("28") or "authentication failed" in reason:
+        return DatabaseUnavailable(
+            f"The server refused the login: {reason}. Check user and password of the DSN, and pg_hba.conf."
+        )
+    return DatabaseUnavailable(
+        f"The database cannot be reached: {reason}. Check host and port of the DSN, and that the server runs."
+    )
+
+
+def check_hello(hello: calls.Hello) -> None:
+    """Refuse a schema that this package does not speak, before anything is sent to it."""
+    found, ours = hello.revision, calls.SCHEMA_REVISION
+    if found is None:
+        raise unmigrated()
+    if found != ours:
+        older = found < ours
+        raise SchemaMismatch(
+            f"The database's schema is at revision {found}; this doorbell-postgres speaks {ours}. "
+            + ("Its functions are older than what would be called. Run: doorbell migrate." if older else
+               "A newer version has migrated it. Upgrade doorbell-postgres on this host.")
+        )  # fmt: skip
+
+
+def unmigrated() -> SchemaMismatch:
+    return SchemaMismatch("The database has no doorbell schema, or one too old to say its revision. Run: doorbell migrate.")
+
+
+def translate(exc: psycopg.Error, call: Call[Any]) -> Exception:
+    """The error of ours that stands for `exc`, or `exc` itself when it is not ours to interpret."""
+    state = exc.sqlstate
+    if state in errors.BY_SQLSTATE:
+        said = " ".join(part for part in (exc.diag.message_primary, exc.diag.message_detail, exc.diag.message_hint) if part)
+        return errors.BY_SQLSTATE[state](sanitize(said[:1].upper() + said[1:], max_len=1000))
+    if state == errors.LOCK_TIMEOUT:
+        which = f"Channel {sanitize(call.posts, max_len=64)!r}" if call.posts else "The channel"
+        return ChannelBusy(
+            f"{which} was held by another transaction for longer than lock_timeout. Nothing was written. "
+            "Try again, or find the holder in pg_stat_activity: posts in a long transaction hold their channel until it ends."
+        )
+    if state in errors.SCHEMA_ABSENT:
+        return unmigrated()
+    return exc
+
+
+class Attempts:
+    """Whether, and when, a call that failed is sent again. One per call; used by both shells.
+
+    Transient errors are retried until `retry_for` seconds after the first attempt. A post without a key is sent again only
+    when it is certain that the first one did nothing.
+    """
+
+    def __init__(self, call: Call[Any], retry_for: float) -> None:
+        self._call = call
+        self._ends = time.monotonic() + retry_for
+        self._delay = 0.05
+
+    def remaining(self) -> float:
+        return max(0.0, self._ends - time.monotonic())
+
+    def after(self, exc: psycopg.Error, *, sent: bool) -> float:
+        """Seconds to wait before the next attempt; raises the final error when there is none.
+
+        `sent` says that the call itself had gone out when `exc` came, not only the wish for a connection.
+        """
+        call, state = self._call, exc.sqlstate
+        busy = state == errors.LOCK_TIMEOUT and call.posts is None
+        lost = isinstance(exc, psycopg.OperationalError)
+        if not (busy or errors.is_transient(state, connection_lost=lost)):
+            raise translate(exc, call) from None
+        if sent and not call.repeatable and errors.leaves_outcome_open(state):
+            raise OutcomeUnknown(
+                f"The connection broke before the answer came ({why(exc)}): the change may or may not be in the database. "
+                "Look before sending it again; a post with an idempotency_key is retried safely."
+            ) from exc
+        delay = self._delay * random.uniform(0.5, 1.0)
+        self._delay = min(1.0, self._delay * 2)
+        if time.monotonic() + delay >= self._ends:
+            raise (translate(exc, call) if busy else unreachable(exc)) from exc
+        return delay
+
+
+def spoils_connection(exc: psycopg.Error) -> bool:
+    """Whether the connection leads to the wrong server: one that turned read-only is no primary any more."""
+    return isinstance(exc, psycopg.errors.ReadOnlySqlTransaction)
+
+
+def refuse_foreign(conn: object, expected: type) -> None:
+    if not isinstance(conn, expected):
+        raise InvalidInput(
+            f"conn is of type {type(conn).__name__}; it must be a psycopg.{expected.__name__} with the schema in reach."
+        )
+
+
+if sys.platform == "win32":  # pragma: no cover
+
+    def is_stale(fd: int) -> bool:
+        return False
+
+else:
+    import select
+
+    def is_stale(fd: int) -> bool:
+        """Whether an idle connection has something to read: the server has ended it, or is about to say so."""
+        poll = select.poll()
+        poll.register(fd, select.POLLIN)
+        return bool(poll.poll(0))
