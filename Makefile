@@ -42,7 +42,7 @@ build: $(VENV)/.demo ## the wheel, into dist/
 
 clean: ## remove what was built and cached; .venv stays
 	rm -rf dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find src tests examples benchmarks migrations -name __pycache__ -type d -prune -exec rm -rf {} +
+	find . -path ./$(VENV) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # A .venv that is there is used, also one that uv made or an interrupt left without pip. A Python without ensurepip
 # (Debian splits it off) still makes a venv, and its own pip fills it.
