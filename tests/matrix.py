@@ -4,8 +4,8 @@
     python tests/matrix.py --write    put it between the README's markers
     python tests/matrix.py --check    exit 1 when the README has another one
 
-A row is a test marked `failure_mode`: the first paragraph of its docstring is what goes wrong elsewhere, the rest is why
-it cannot happen here. The files are parsed, never imported: no database, no dependency.
+A row is a test marked `failure_mode`: the first paragraph of its docstring is what goes wrong elsewhere, the rest is
+why it cannot happen here. The files are parsed, never imported: no database, no dependency.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Row:
 
 
 def rows(tests: Path = TESTS) -> Iterator[Row]:
-    """The rows in the order of the files, then of the tests in them. ValueError for a marked test without both halves."""
+    """The rows by file, then by place in it. ValueError for a marked test without both halves of a docstring."""
     found = sorted(
         tests.glob("test_*.py"), key=lambda p: (FIRST.index(p.name) if p.name in FIRST else len(FIRST), p.name)
     )

@@ -118,8 +118,8 @@ def test_two_processes_posting_the_same_key_at_once(
 def test_processes_racing_with_shared_keys(api: Api, dsn: str, bus: Any, processes: Processes) -> None:
     """Producers that retry each other's posts collide on numbers and keys
 
-    Four processes post the same forty keys to one new channel: forty messages, numbered without a gap, and every process
-    is told the same original for each key.
+    Four processes post the same forty keys to one new channel: forty messages, numbered without a gap, and every
+    process is told the same original for each key.
     """
     racing = [
         processes.start(workers.post_many_one_by_one, api.name, dsn, "events", f"p{n}", 40, "key") for n in range(4)

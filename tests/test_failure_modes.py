@@ -115,7 +115,7 @@ def test_cannot_ack_beyond_head(bus: Any, sql: Sql) -> None:
     bus.subscribe("worker", "events")
     bus.post("events", "one", sender="ci")
     before = cursors(sql)
-    with pytest.raises(AckBeyondHead, match=r"cannot ack 2\b.*head is 1\b|head is 1\b.*\b2\b") as beyond:
+    with pytest.raises(AckBeyondHead, match=r"(?i)cannot ack 2\b.*head is 1\b") as beyond:
         bus.ack("worker", "events", 2)
     assert isinstance(beyond.value, ValueError)
     with pytest.raises(UnknownChannel):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import matrix
 import pytest
+
+import matrix
 
 
 def test_the_readme_has_the_matrix_that_the_tests_say() -> None:
@@ -23,7 +24,8 @@ def test_a_marked_test_without_both_halves_of_a_docstring_is_refused(tmp_path: P
 
 def test_rows_come_from_marked_tests_and_marked_files(tmp_path: Path) -> None:
     (tmp_path / "test_b.py").write_text(
-        '@pytest.mark.failure_mode\ndef test_one():\n    """a | b\n    goes on\n\n    why\n    not"""\ndef test_two(): ...\n'
+        '@pytest.mark.failure_mode\ndef test_one():\n    """a | b\n    goes on\n\n    why\n    not"""\n'
+        "def test_two(): ...\n"
     )
     (tmp_path / "test_a.py").write_text(
         'pytestmark = [pytest.mark.failure_mode]\ndef helper(): ...\nasync def test_three():\n    """c\n\n    d"""\n'
