@@ -313,8 +313,9 @@ def _tar(bindir: Path) -> tuple[bytes, str]:
 
 def _directories() -> list[str]:
     """New names to try for the private directory, each short enough for a socket in it."""
-    # A comma would separate two hosts in a DSN.
-    parents = [p for p in (os.environ.get("TMPDIR"), _TEMPORARY) if p and os.path.isabs(p) and "," not in p]
+    # A comma separates hosts in a DSN, and initdb hands its own path to a shell in double quotes.
+    named = (os.environ.get("TMPDIR"), _TEMPORARY)
+    parents = [p for p in named if p and os.path.isabs(p) and not set(p) & set(',"$`\\\n')]
     made = [os.path.join(parent, f"doorbell-{secrets.token_hex(6)}") for parent in dict.fromkeys(parents)]
     fitting = [d for d in made if len(os.fsencode(f"{d}/.s.PGSQL.5432")) <= _SOCKET_PATH_LIMIT]
     if not fitting:
