@@ -415,10 +415,12 @@ declare
   v_acked bigint;
   v_head bigint;
 begin
-  perform doorbell._refuse(
-    doorbell._name_fault('handle', handle),
-    doorbell._name_fault('channel', channel),
-    case when up_to is null then 'up_to is null' when up_to < 0 then format('up_to is %s; it is 0 or more', up_to) end);
+  if (octet_length(handle) between 1 and 255 and octet_length(channel) between 1 and 255 and up_to >= 0) is not true then
+    perform doorbell._refuse(
+      doorbell._name_fault('handle', handle),
+      doorbell._name_fault('channel', channel),
+      case when up_to is null then 'up_to is null' when up_to < 0 then format('up_to is %s; it is 0 or more', up_to) end);
+  end if;
   select c.id into v_id from doorbell.channel as c where c.name = ack.channel;
   if not found then
     perform doorbell._refuse_channel(channel);

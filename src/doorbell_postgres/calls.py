@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
@@ -105,7 +106,8 @@ def text(field: str, value: object, most: int) -> str:
         size = len(value.encode())
     except UnicodeEncodeError as exc:
         raise InvalidInput(
-            f"{field} contains a lone surrogate at position {exc.start}; it must be valid Unicode. Decode the source with its real encoding."
+            f"{field} contains a lone surrogate at position {exc.start}; it must be valid Unicode. "
+            "Decode its source with its real encoding."
         ) from None
     if size > most:
         raise InvalidInput(f"{field} has {size:,} bytes of UTF-8; at most {most:,} are allowed.")
@@ -297,11 +299,32 @@ def unsubscribe(handle: str, channel: str) -> Call[bool]:
     )
 
 
-def ack(handle: str, channel: str, up_to: int, created_at: float | None) -> Call[int]:
-    """`created_at` is the time of the message that was handled, where the caller knows it: see LogRewound."""
+class ReadTimes:
+    """The times of the messages that a bus has returned, the newest 10,000 of them: an ack says which message it means."""
+
+    MOST = 10_000
+
+    def __init__(self) -> None:
+        self._times: OrderedDict[tuple[str, int], float] = OrderedDict()
+
+    def remember(self, messages: Iterable[Message]) -> None:
+        # Threads share this without a lock: each step is one operation of the dict, and a lost race forgets one time.
+        for message in messages:
+            self._times[message.channel, message.seq] = message.created_at
+        while len(self._times) > self.MOST:
+            self._times.popitem(last=False)
+
+    def time_of(self, channel: str, seq: int) -> float | None:
+        return self._times.get((channel, seq))
+
+
+def ack(handle: str, channel: str, up_to: int, time_of: Callable[[str, int], float | None]) -> Call[int]:
+    """`time_of` tells the time of the message that was handled, where it is known: see LogRewound."""
+    handle, channel = name("handle", handle), name("channel", channel)
+    up_to = count("up_to", up_to, least=0, most=MAX_BIGINT)
     return Call(
         "select doorbell.ack(%s::text, %s::text, %s::bigint, to_timestamp(%s::float8))",
-        (name("handle", handle), name("channel", channel), count("up_to", up_to, least=0, most=MAX_BIGINT), created_at),
+        (handle, channel, up_to, time_of(channel, up_to)),
         _one,
     )
 
@@ -356,7 +379,8 @@ def acked_seq(handle: str, channel: str) -> Call[int]:
 
 def backlog(handle: str | None) -> Call[list[Backlog]]:
     return Call(
-        "select handle_name, channel, head, acked_seq, unacked, oldest_unacked_at, last_acked_at from doorbell.backlog_of(%s::text)",
+        "select handle_name, channel, head, acked_seq, unacked, oldest_unacked_at, last_acked_at"
+        " from doorbell.backlog_of(%s::text)",
         (None if handle is None else name("handle", handle),),
         lambda rows: [Backlog(*row) for row in rows],
     )

@@ -7,8 +7,9 @@ import sys
 from typing import Any, NoReturn
 
 import click
+import psycopg
 
-from doorbell_postgres import __version__
+from doorbell_postgres import __version__, wire
 from doorbell_postgres.errors import DatabaseUnavailable, DoorbellError
 
 REFUSED, USAGE, UNREACHABLE = 1, 2, 4
@@ -24,9 +25,11 @@ class _Group(click.Group):
             _fail(exc, UNREACHABLE)
         except DoorbellError as exc:
             _fail(exc, REFUSED)
+        except psycopg.Error as exc:  # what the server said of it, such as a permission that is missing
+            _fail(wire.why(exc), REFUSED)
 
 
-def _fail(exc: Exception, code: int) -> NoReturn:
+def _fail(exc: Exception | str, code: int) -> NoReturn:
     click.echo(f"doorbell: {exc}", err=True)
     sys.exit(code)
 

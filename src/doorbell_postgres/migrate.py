@@ -122,11 +122,19 @@ def preamble() -> Iterator[str]:
 
 
 def declare(connection: Connection) -> None:
+    import psycopg
+
     # Straight to psycopg, without parameters: in between, every % of the text would be taken for a placeholder.
     driver = connection.connection.driver_connection
     assert driver is not None
     driver.execute("set local check_function_bodies = off")
-    driver.execute(declaration())
+    try:
+        driver.execute(declaration())
+    except psycopg.errors.DependentObjectsStillExist as exc:
+        raise SchemaMismatch(
+            f"The functions and views cannot be declared anew: {exc.diag.message_primary} ({exc.diag.message_detail}). "
+            "Nothing was changed. Drop what depends on them, migrate, and create it again."
+        ) from None
 
 
 def declaration() -> str:
@@ -136,22 +144,16 @@ def declaration() -> str:
     return "\n".join(parts)
 
 
+# Each kind in one statement and without CASCADE: what an operator has built on a view stops the migration, and is not lost.
 _DROP = f"""\
 do $$
-declare
-  v_drop text;
 begin
-  for v_drop in
-    select format('drop view %s', c.oid::regclass) from pg_class as c
-    where c.relnamespace = '{SCHEMA}'::regnamespace and c.relkind = 'v'
-  loop
-    execute v_drop || ' cascade';
-  end loop;
-  for v_drop in
-    select format('drop routine %s', p.oid::regprocedure) from pg_proc as p where p.pronamespace = '{SCHEMA}'::regnamespace
-  loop
-    execute v_drop || ' cascade';
-  end loop;
+  execute coalesce(
+    (select 'drop view ' || string_agg(c.oid::regclass::text, ', ')
+     from pg_class as c where c.relnamespace = '{SCHEMA}'::regnamespace and c.relkind = 'v'), '');
+  execute coalesce(
+    (select 'drop routine ' || string_agg(p.oid::regprocedure::text, ', ')
+     from pg_proc as p where p.pronamespace = '{SCHEMA}'::regnamespace), '');
 end
 $$;
 """

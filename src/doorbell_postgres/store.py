@@ -16,7 +16,7 @@ from psycopg_pool import ConnectionPool, PoolClosed, PoolTimeout
 
 from doorbell_postgres import calls, throwaway, wire
 from doorbell_postgres import migrate as migration
-from doorbell_postgres.calls import Call, Posted
+from doorbell_postgres.calls import Call, Posted, ReadTimes
 from doorbell_postgres.contract import Backlog, Draft, Message, Notify, Start
 from doorbell_postgres.errors import BusClosed, ForkedBus, InvalidInput
 from doorbell_postgres.listener import Listener
@@ -26,8 +26,6 @@ T = TypeVar("T")
 Connection = psycopg.Connection[Any]
 log = logging.getLogger("doorbell_postgres")
 
-# Messages whose time is remembered, so that an ack can say which message it means.
-REMEMBERED = 10_000
 # One try to get a connection; the next one may find the server back.
 POOL_PATIENCE = 3.0
 
@@ -84,7 +82,8 @@ class Store:
         dsn = wire.resolve(dsn)
         if dsn == wire.MEMORY:
             log.warning(
-                "':memory:' is a throwaway Postgres of this process: no other host or process sees it, and it ends with the process"
+                "':memory:' is a throwaway Postgres of this process: no other host or process sees it, "
+                "and it ends with the process"
             )
             dsn, migrate = throwaway.shared().create_database(), True
         options = wire.dial_options(dsn, application_name=application_name, connect_timeout=connect_timeout)
@@ -107,7 +106,7 @@ class Store:
         self.listener = Listener(dsn, options, listen=self._announces, on_news=self._notify_activity)
         self._notifier = Notifier(lambda channel_ids: self._once(calls.announce(channel_ids), timeout=1.0))
         self.activity = threading.Condition()
-        self._times: dict[tuple[str, int], float] = {}
+        self._read = ReadTimes()
         self._finalizer = weakref.finalize(self, _shut, self._pid, self._notifier, self.listener, self._pool)
 
     # -- the log ------------------------------------------------------------------------------------------------------
@@ -185,12 +184,12 @@ class Store:
 
     def ack(self, handle: str, channel: str, up_to: int, *, conn: Connection | None = None) -> int:
         """Move the cursor forward to `up_to` and return where it stands; see MessageBus.ack."""
-        return self._run(calls.ack(handle, channel, up_to, self._times.get((channel, up_to))), conn)
+        return self._run(calls.ack(handle, channel, up_to, self._read.time_of), conn)
 
     def page(self, handle: str, after: tuple[str, int] | None, *, page_size: int, max_bytes: int | None = None) -> list[Message]:
         """One page of what the handle has not acked, behind the position `after`; [] is the head of all channels."""
         messages = self._run(calls.unacked(handle, after, page_size=page_size, max_bytes=max_bytes))
-        self._remember(messages)
+        self._read.remember(messages)
         return messages
 
     def backlog(self, handle: str | None = None) -> list[Backlog]:
@@ -299,13 +298,6 @@ class Store:
     def _notify_activity(self) -> None:
         with self.activity:
             self.activity.notify_all()
-
-    def _remember(self, messages: Iterable[Message]) -> None:
-        times = self._times
-        for message in messages:
-            times[message.channel, message.seq] = message.created_at
-        while len(times) > REMEMBERED:
-            times.pop(next(iter(times)), None)
 
     @staticmethod
     def _check_opening(dsn: str, options: dict[str, Any], *, migrate: bool) -> None:

@@ -104,14 +104,15 @@ def resolve(dsn: object) -> str:
     if dsn != MEMORY and not (dsn.startswith(("postgresql://", "postgres://")) or "=" in dsn):
         shown = sanitize(dsn, max_len=80)
         raise InvalidInput(
-            f"{shown!r} is not a DSN: {A_DSN}. ':memory:' is a private throwaway server; a file of the SQLite reference cannot be opened."
+            f"{shown!r} is not a DSN: {A_DSN}. ':memory:' is a private throwaway server; a file of the SQLite reference "
+            "cannot be opened."
         )
     return dsn
 
 
 def _without_quotes(reason: str) -> str:
     # libpq quotes the piece it stumbled over, and that may be part of a password. An option's name is safe and helps.
-    if re.match(r'invalid connection option "\w+"', reason):
+    if re.match(r'invalid (connection option|URI query parameter:) "\w+"', reason):
         return sanitize(reason, max_len=200).rstrip(".") + "."
     return sanitize(re.sub(r'".*"', "…", reason, flags=re.S), max_len=200).rstrip(".") + "."
 
@@ -130,7 +131,9 @@ def unreachable(exc: psycopg.Error) -> DoorbellError:
         return DatabaseUnavailable(
             f"The server has no such database: {reason}. Create it with createdb, then run: doorbell migrate."
         )
-    if (exc.sqlstate or "").startswith("28") or "authentication failed" in reason:
+    if (exc.sqlstate or "").startswith("28") or re.search(
+        r'authentication failed|no password supplied|pg_hba|role ".*" does not exist', reason
+    ):
         return DatabaseUnavailable(
             f"The server refused the login: {reason}. Check user and password of the DSN, and pg_hba.conf."
         )
