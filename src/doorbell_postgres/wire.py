@@ -80,6 +80,8 @@ def dial_options(dsn: str, *, application_name: str | None, connect_timeout: flo
         given = psycopg.conninfo.conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as exc:
         raise InvalidInput(f"The DSN cannot be read: {_without_quotes(str(exc))} What was expected: {A_DSN}.") from None
+    if "@" in str(given.get("host", "")):
+        raise InvalidInput("The DSN's host contains '@'. In a URL, an @ in the user's name or the password is written %40.")
     options: dict[str, Any] = {
         **KEEPALIVE,
         "connect_timeout": max(2, round(connect_timeout)),
