@@ -1,6 +1,5 @@
 """The contract straight from SQL: what a client in any language, or somebody at psql, gets. No bus in here."""
 
-# ruff: noqa: S608 (names of tables and roles come from this file)
 from __future__ import annotations
 
 import re
@@ -92,9 +91,7 @@ def volatility(sql: Sql) -> dict[str, str]:
 
 def everything(sql: Sql) -> tuple[Any, ...]:
     """All rows of all tables that the contract writes."""
-    return tuple(
-        sql(f"select to_jsonb(t) from doorbell.{table} as t order by 1") for table in ("channel", "message", "cursor")
-    )
+    return tuple(sql(f"select to_jsonb(t) from doorbell.{table} as t order by 1") for table in ("channel", "message", "cursor"))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -136,9 +133,7 @@ def test_an_agent_role_may_call_each_public_function(as_agent: psycopg.Connectio
 
 
 @pytest.mark.usefixtures("filled")
-@pytest.mark.parametrize(
-    "table", ["channel", "message", "cursor", "meta", "role_grant", "schema_version", "backlog", "channels"]
-)
+@pytest.mark.parametrize("table", ["channel", "message", "cursor", "meta", "role_grant", "schema_version", "backlog", "channels"])
 def test_an_agent_role_cannot_read_or_write_a_table(as_agent: psycopg.Connection[Any], table: str) -> None:
     with pytest.raises(errors.InsufficientPrivilege):
         as_agent.execute(f"select count(*) from doorbell.{table}".encode())
@@ -160,9 +155,7 @@ def test_an_operator_role_reads_the_views_and_no_table(sql: Sql, role: str, conn
     let_in(sql, role, operator=True)
     operator = connect(autocommit=True)
     operator.execute(f"set role {role}".encode())
-    assert operator.execute("select handle, channel, unacked from doorbell.backlog").fetchall() == [
-        ("worker", "events", 2)
-    ]
+    assert operator.execute("select handle, channel, unacked from doorbell.backlog").fetchall() == [("worker", "events", 2)]
     assert operator.execute("select channel, head, messages from doorbell.channels").fetchall() == [("events", 3, 3)]
     with pytest.raises(errors.InsufficientPrivilege):
         operator.execute("select body from doorbell.message")
@@ -220,9 +213,7 @@ def test_look_alikes_and_a_hostile_search_path_change_nothing(sql: Sql, connect:
     for name, call in sorted(CALLS.items()):
         if name != "unsubscribe":
             hostile.execute(call.encode())
-    assert hostile.execute(
-        "select seq from doorbell.post('events', 'last', 'ci', lock_timeout_ms => 100)"
-    ).fetchone() == (7,)
+    assert hostile.execute("select seq from doorbell.post('events', 'last', 'ci', lock_timeout_ms => 100)").fetchone() == (7,)
     assert sql("select seq, body from doorbell.unacked('worker')") == [
         (3, "three"),
         (4, "four"),
@@ -243,9 +234,7 @@ def test_no_function_opens_a_subtransaction_and_every_raise_is_complete(sql: Sql
         code = re.sub(r"--[^\n]*|'[^']*'", "''", source).lower()
         assert not re.search(r"\bexception\s+when\b", code), signature
         for statement in re.findall(r"\braise\b[^;]*;", code):
-            missing = [
-                word for word in ("errcode", "message", "detail", "hint") if not re.search(rf"\b{word}\s*=", statement)
-            ]
+            missing = [word for word in ("errcode", "message", "detail", "hint") if not re.search(rf"\b{word}\s*=", statement)]
             assert not missing, f"{signature}: {missing} in {statement}"
 
 
@@ -435,9 +424,7 @@ def test_the_lock_timeout_is_the_functions_own_and_ends_with_it(connect: Connect
 # ---------------------------------------------------------------------------------------------------------------------
 
 POST = "select seq, posted, original_sender, original_body, original_headers from doorbell.post(%s, %s, %s, %s, %s)"
-POST_MANY = (
-    "select draft, seq, posted, original_sender, original_body from doorbell.post_many(%s, %s, %s, %s) order by draft"
-)
+POST_MANY = "select draft, seq, posted, original_sender, original_body from doorbell.post_many(%s, %s, %s, %s) order by draft"
 
 
 def test_a_known_key_gives_the_original_and_writes_nothing(sql: Sql) -> None:
@@ -510,9 +497,7 @@ def test_notify_announces_with_the_commit_and_only_then(sql: Sql, connect: Conne
     poster = connect()
     poster.execute("select doorbell.post('events', 'rolled back', 's', notify => true)")
     poster.rollback()
-    (channel_id,) = poster.execute(
-        "select channel_id from doorbell.post('events', 'loud', 's', notify => true)"
-    ).fetchone()
+    (channel_id,) = poster.execute("select channel_id from doorbell.post('events', 'loud', 's', notify => true)").fetchone()
     poster.commit()
     poster.execute("select doorbell.post_many('events', 's', array['a', 'b'], notify => true)")
     poster.commit()
@@ -541,9 +526,7 @@ def test_unacked_pages_across_channels_and_stops_at_the_bytes(sql: Sql) -> None:
     sql("select doorbell.subscribe('worker', 'another')")
     sql("select doorbell.post_many('another', 'ci', array['aa', 'bb'])")
     seen: list[tuple[str, int]] = []
-    while page := sql(
-        "select channel, seq from doorbell.unacked('worker', %s, %s, 1)", *(seen[-1] if seen else (None, 0))
-    ):
+    while page := sql("select channel, seq from doorbell.unacked('worker', %s, %s, 1)", *(seen[-1] if seen else (None, 0))):
         seen += page
     assert seen == [("another", 1), ("another", 2), ("events", 2), ("events", 3)]
     assert sql("select channel, seq from doorbell.unacked('worker', max_bytes => 5)") == seen[:3]
@@ -586,9 +569,7 @@ def test_an_ack_rewrites_its_row_in_place_and_touches_no_index(sql: Sql) -> None
     for seq in range(1, 1001):
         sql("select doorbell.ack('worker', 'events', %s)", seq)
     sql("select pg_stat_force_next_flush()")
-    ((updates, hot),) = sql(
-        "select n_tup_upd, n_tup_hot_upd from pg_stat_user_tables where relid = 'doorbell.cursor'::regclass"
-    )
+    ((updates, hot),) = sql("select n_tup_upd, n_tup_hot_upd from pg_stat_user_tables where relid = 'doorbell.cursor'::regclass")
     assert updates == 1000
     assert hot >= 990
 
@@ -610,8 +591,7 @@ PLANNED = {
     "post": "select * from doorbell.post('events', 'b', 's')",
     "post with a new key": "select * from doorbell.post('events', 'b', 's', gen_random_uuid()::text)",
     "post with a known key": "select * from doorbell.post('events', 'b', 's', 'key-25000')",
-    "post_many": "select * from doorbell.post_many("
-    "'events', 's', array['a', 'b'], array['key-25000', gen_random_uuid()::text])",
+    "post_many": "select * from doorbell.post_many('events', 's', array['a', 'b'], array['key-25000', gen_random_uuid()::text])",
     "subscribe at the start": "select doorbell.subscribe(gen_random_uuid()::text, 'events', 'start')",
     "unacked": "select * from doorbell.unacked('worker', 'events', 49000, 5)",
     "unacked with bytes": "select * from doorbell.unacked('worker', 'events', 49000, 5, 1000)",

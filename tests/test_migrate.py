@@ -89,18 +89,14 @@ def test_a_second_upgrade_changes_nothing(dsn: str) -> None:
 
 
 def test_status_writes_nothing(empty_dsn: str) -> None:
-    execute(
-        empty_dsn, "alter database current set default_transaction_read_only = on".replace("current", dbname(empty_dsn))
-    )
+    execute(empty_dsn, "alter database current set default_transaction_read_only = on".replace("current", dbname(empty_dsn)))
     assert migrate.status(empty_dsn).current is None
     assert execute(empty_dsn, "select count(*) from pg_namespace where nspname = 'doorbell'") == [(0,)]
 
 
 def test_functions_that_somebody_replaced_are_declared_anew(dsn: str) -> None:
     expected = catalog(dsn)
-    execute(
-        dsn, "create or replace function doorbell.head(channel text) returns bigint language sql as 'select 7::bigint'"
-    )
+    execute(dsn, "create or replace function doorbell.head(channel text) returns bigint language sql as 'select 7::bigint'")
     execute(
         dsn,
         "create view doorbell.stray as select 1 as one; create view doorbell.on_it as select one from doorbell.stray",
@@ -171,9 +167,7 @@ def test_an_upgrade_that_fails_leaves_nothing(empty_dsn: str) -> None:
     execute(empty_dsn, "create schema doorbell; create table doorbell.message (of_somebody_else integer)")
     with pytest.raises(Exception, match="message"):
         migrate.upgrade(empty_dsn)
-    assert execute(empty_dsn, "select relname from pg_class where relnamespace = 'doorbell'::regnamespace") == [
-        ("message",)
-    ]
+    assert execute(empty_dsn, "select relname from pg_class where relnamespace = 'doorbell'::regnamespace") == [("message",)]
 
 
 def test_an_upgrade_leaves_host_loggers_alone(empty_dsn: str) -> None:
@@ -241,9 +235,7 @@ def revisions() -> dict[str, dict[str, Any]]:
 def test_revisions_are_one_line_and_only_go_forward() -> None:
     found = revisions()
     parents = [constants["down_revision"] for constants in found.values()]
-    assert sorted(parents, key=str) == sorted([None, *sorted(found)[:-1]], key=str), (
-        "one after the other, in name order"
-    )
+    assert sorted(parents, key=str) == sorted([None, *sorted(found)[:-1]], key=str), "one after the other, in name order"
     for constants in found.values():
         assert "upgrade" in constants["functions"]
         assert "downgrade" not in constants["functions"], f"{constants['path'].name}: the way back is a restore"
@@ -317,9 +309,7 @@ OPENING: dict[str, tuple[Callable[[str, TestServer], str], type[DoorbellError], 
 
 @pytest.mark.parametrize("case", OPENING)
 @pytest.mark.parametrize("door", ["MessageBus", "Store"])
-def test_opening_says_what_is_wrong_and_what_to_run(
-    case: str, door: str, dsn: str, server: TestServer, api: Api
-) -> None:
+def test_opening_says_what_is_wrong_and_what_to_run(case: str, door: str, dsn: str, server: TestServer, api: Api) -> None:
     make, kind, remedy = OPENING[case]
     opener = getattr(api, door)
     parameters = {"retry_for": 0.5} if door == "MessageBus" else {}
@@ -343,9 +333,7 @@ def test_each_opening_error_is_another(dsn: str, server: TestServer, api: Api) -
     assert len(said | {str(caught.value)}) == len(OPENING)
 
 
-@pytest.mark.parametrize(
-    "text", ["team.sqlite3", "postgres", "mysql://x", "", "host=x prot=5", "postgresql://u:s3cret@[x/d"]
-)
+@pytest.mark.parametrize("text", ["team.sqlite3", "postgres", "mysql://x", "", "host=x prot=5", "postgresql://u:s3cret@[x/d"])
 def test_what_is_no_dsn_is_refused_with_what_one_looks_like(api: Api, text: str) -> None:
     with pytest.raises(InvalidInput, match="DSN") as caught:
         api.MessageBus(text)
