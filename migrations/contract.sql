@@ -129,11 +129,36 @@ begin
 end
 $$;
 
--- Whether somebody may be waiting for this channel's posts. The one place for the gate: until it stands, always.
-create function doorbell._armed(channel_id bigint) returns boolean
-language sql volatile set search_path = pg_catalog, pg_temp
+-- Advisory keys are single bigints with our class in the top byte, since ids outgrow the two-integer form:
+-- 0x51 the migration guard, 0x52 a channel that is waited on, 0x53 the wildcard for all channels, 0x54 a session's token.
+create function doorbell._key(class integer, id bigint) returns bigint
+language sql immutable set search_path = pg_catalog, pg_temp
 as $$
-  select true
+  select (class::bigint << 56) | id
+$$;
+
+-- The key that a bell holds, shared, while it waits on the channel; channel 0 is the wildcard.
+create function doorbell._bell_key(channel_id bigint) returns bigint
+language sql immutable set search_path = pg_catalog, pg_temp
+as $$
+  select case when channel_id = 0 then doorbell._key(83, 0) else doorbell._key(82, channel_id) end
+$$;
+
+-- Whether somebody waits for this channel's posts. Each probe locks and unlocks in one expression: in two statements, a
+-- cancel in between would leak the lock. Nothing stays held, so arming never waits for a poster.
+-- Probes of one channel cannot meet, being made under its row lock. Those of the wildcard can, and then read "armed": it
+-- is asked twice, since a wrong answer costs a notification that nobody needs.
+create function doorbell._armed(channel_id bigint) returns boolean
+language plpgsql volatile set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_channel constant bigint := doorbell._bell_key(channel_id);
+  v_wildcard constant bigint := doorbell._bell_key(0);
+begin
+  return case when pg_try_advisory_lock(v_channel) then not pg_advisory_unlock(v_channel) else true end
+    or (case when pg_try_advisory_lock(v_wildcard) then not pg_advisory_unlock(v_wildcard) else true end
+        and case when pg_try_advisory_lock(v_wildcard) then not pg_advisory_unlock(v_wildcard) else true end);
+end
 $$;
 
 
@@ -671,6 +696,39 @@ begin
     ) as m on h.seq > w.floor
     where h.seq <> w.floor or f.created_at <> w.floor_at
     order by w.n;
+end
+$$;
+
+
+-- Takes the bells' keys of some channels for this session and lets those of others go; channel 0 is the wildcard.
+--
+-- Promise: never waits. Returns the channels whose key was refused: a post was looking at it in this very moment.
+-- The keys go with the session. Behind a pooler in transaction mode this must not be called: the session is not one's own.
+create function doorbell.arm(take bigint[], release bigint[]) returns bigint[]
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+begin
+  perform pg_advisory_unlock_shared(doorbell._bell_key(r.id)) from unnest(release) as r (id);
+  return array(
+    select t.id from unnest(take) as t (id) where not pg_try_advisory_lock_shared(doorbell._bell_key(t.id)));
+end
+$$;
+
+-- Holds the session's token, exclusively, for as long as this session lives: what says that the owner of a turn is alive.
+-- False when another session holds it. Again in the same session: still true, and held once.
+create function doorbell.hold_session(token bigint) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_key constant bigint := doorbell._key(84, token & 72057594037927935);
+begin
+  if exists (select from pg_locks as l
+             where l.locktype = 'advisory' and l.pid = pg_backend_pid() and l.granted
+               and l.classid = ((v_key >> 32) & 4294967295)::oid and l.objid = (v_key & 4294967295)::oid and l.objsubid = 1)
+  then
+    return true;
+  end if;
+  return pg_try_advisory_lock(v_key);
 end
 $$;
 

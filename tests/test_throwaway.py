@@ -290,7 +290,11 @@ def test_kill_9_of_the_holder_while_clients_are_connected(here: Path, holder: Ca
 def test_forked_child_does_not_keep_the_throwaway_server_alive(
     kind: str, here: Path, holder: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """A forked child lives on: the throwaway server goes with the process that started it all the same."""
+    """A forked child inherits the pipe that keeps the throwaway server alive, so the server outlives its holder.
+
+    The child closes its copy in an at-fork handler before anything else runs: the server goes with the process that
+    started it, kill -9 included, while the child lives on.
+    """
     script = {
         "fork": """
         server = Server.start()
@@ -312,12 +316,13 @@ def test_forked_child_does_not_keep_the_throwaway_server_alive(
         started = []
         thread = threading.Thread(target=lambda: started.append(Server.start()))
         thread.start()
-        while thread.is_alive():
+        for _ in range(20):
             child = os.fork()
             if child == 0:
                 until_test_ends()
                 os._exit(0)
             time.sleep(0.02)
+        thread.join()
         """,
     }[kind]
     process = holder(textwrap.dedent(script) + "say(child)\nuntil_test_ends()")

@@ -417,6 +417,15 @@ def peek(questions: Sequence[Question], *, preview: int) -> Call[list[News]]:
     )
 
 
+def arm(take: Sequence[int], drop: Sequence[int]) -> Call[list[int]]:
+    """Channel 0 stands for all of them. The ids that were refused for the moment come back."""
+    return Call("select doorbell.arm(%s::bigint[], %s::bigint[])", (list(take), list(drop)), _one)
+
+
+def hold_session(token: int) -> Call[bool]:
+    return Call("select doorbell.hold_session(%s::bigint)", (token,), _one)
+
+
 # -- opening ----------------------------------------------------------------------------------------------------------
 
 

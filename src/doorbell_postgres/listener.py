@@ -35,6 +35,16 @@ log = logging.getLogger("doorbell_postgres")
 # A poll that has no answer by then is lost: with poll_interval before it and a dial behind it, a bell on a dead connection
 # rings within poll_interval + 2 s.
 PATIENCE = 1.2
+# A server that is merely slow must not be given up for ever: each late answer in a row doubles the patience up to this.
+MOST_PATIENCE = 10.0
+# A dial without an answer gets another one beside it after this time, so that one swallowed packet costs no more.
+DIAL_AGAIN = 1.0
+MOST_DIALS = 6
+# Keys of single channels that one session holds; a default server has some 12,000 locks for everybody.
+MOST_KEYS = 16
+WILDCARD = 0
+# How often a key is tried for: a probe holds it for microseconds.
+TRIES, TRY_AGAIN = 20, 0.001
 # How long the connection is kept when nobody waits: handling a message and arming again should find it there.
 LINGER = 60.0
 # A connection that flaps is reported once in this time, with its return.
@@ -50,14 +60,19 @@ class ListenerState:
     since: float
 
 
+class _Late(psycopg.OperationalError):
+    """The server has not answered in time: the connection is dead, or frozen, or the server is very slow."""
+
+
 class Wire(psycopg.Connection[tuple[Any, ...]]):
-    """A connection whose every wait ends: after PATIENCE, or when the bell rope is pulled."""
+    """A connection whose every wait ends: when nothing has come for `patience` seconds, or when the rope is pulled."""
 
     rope: socket.socket
+    patience: float = PATIENCE
     heard: list[bytes]
+    armed: set[int]
 
     def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
-        ends = time.monotonic() + PATIENCE
         try:
             want = next(gen)
             with selectors.DefaultSelector() as selector:
@@ -65,11 +80,11 @@ class Wire(psycopg.Connection[tuple[Any, ...]]):
                 selector.register(self.pgconn.socket, int(want))
                 while True:
                     selector.modify(self.pgconn.socket, int(want))
-                    got = {key.fd: events for key, events in selector.select(ends - time.monotonic())}
+                    got = {key.fd: events for key, events in selector.select(self.patience)}
                     if self.rope.fileno() in got:
                         raise psycopg.OperationalError("closed while waiting")
                     if not got:
-                        raise psycopg.OperationalError(f"no answer within {PATIENCE} s")
+                        raise _Late(f"no answer within {self.patience:g} s")
                     want = gen.send(Ready(got[self.pgconn.socket]))
         except StopIteration as done:
             result: T = done.value
@@ -95,9 +110,12 @@ class Listener:
         self._nudge, self._nudged = socket.socketpair()
         for end in (self._nudge, self._nudged):
             end.setblocking(False)
+        self._patience = PATIENCE
+        self._token: int | None = None
         self._state = ListenerState("idle", None, time.monotonic())
         self._reported = -QUIET
         self._warned = False
+        self._pooled = False
 
     @property
     def state(self) -> ListenerState:
@@ -153,6 +171,14 @@ class Listener:
         except CancelledError:
             raise BusClosed("The bus was closed meanwhile; make a new one.") from None
 
+    def hold(self, token: int, timeout: float) -> bool:
+        """Keep an exclusive lock on the session's token for as long as this listener lives, again after each reconnect.
+
+        False where no session can be held, behind a pooler in transaction mode.
+        """
+        self._token = token
+        return self.run(calls.hold_session(token), timeout) if not self._pooled else False
+
     def announced(self, channel_ids: list[int]) -> None:
         """This process has posted there: look without waiting for the database to say so."""
         with self._lock:
@@ -200,17 +226,20 @@ class Listener:
                 continue
             try:
                 connection = self._open()
+                connection.patience = self._patience
                 try:
                     self._became_ready(connection)
-                    failures = 0
                     self._serve(connection)
                 finally:
+                    failures = 0
                     connection.close()
             except Exception as exc:
                 if self._closing:
                     break
                 if not isinstance(exc, psycopg.Error):
                     log.exception("listener failed")
+                if isinstance(exc, _Late):
+                    self._patience = min(MOST_PATIENCE, self._patience * 2)
                 self._fell(exc)
                 failures += 1
                 # The first dial follows at once; then the waits grow, jittered, so that a fleet does not come back as one.
@@ -223,17 +252,52 @@ class Listener:
             end.close()
 
     def _open(self) -> Wire:
-        connection = Wire.connect(self._dsn, autocommit=True, **self._options)
-        connection.rope = self._rope
-        connection.heard = []
-        # Notifications that come with the answer of a query, not while waiting for one.
-        connection.add_notify_handler(lambda note: connection.heard.append(note.payload.encode()))
+        """Dial; and again, beside it, while no answer comes. The first that is ready wins, the others are hung up."""
+        answers: queue.SimpleQueue[Wire | Exception] = queue.SimpleQueue()
+        over = threading.Event()
+        dials = 0
+        next_dial = time.monotonic()
         try:
-            wire.set_up(connection, connection.execute(*wire.on_connect(connection, read_only=True)).fetchone())
-        except BaseException:
+            while not self._closing:
+                if dials < MOST_DIALS and time.monotonic() >= next_dial:
+                    dials += 1
+                    next_dial = time.monotonic() + DIAL_AGAIN
+                    threading.Thread(target=self._dial, args=(answers, over), name="doorbell-dial", daemon=True).start()
+                try:
+                    answer = answers.get(timeout=0.1)
+                except queue.Empty:
+                    continue
+                if isinstance(answer, Wire):
+                    return answer
+                dials -= 1
+                if dials == 0:
+                    raise answer
+            raise psycopg.OperationalError("closed while dialling")
+        finally:
+            over.set()
+            while not answers.empty():
+                if isinstance(late := answers.get(), Wire):
+                    late.close()
+
+    def _dial(self, answers: queue.SimpleQueue[Wire | Exception], over: threading.Event) -> None:
+        try:
+            connection = Wire.connect(self._dsn, autocommit=True, **self._options)
+            connection.rope = self._rope
+            connection.heard = []
+            connection.armed = set()
+            # Notifications that come with the answer of a query, not while waiting for one.
+            connection.add_notify_handler(lambda note: connection.heard.append(note.payload.encode()))
+            try:
+                wire.set_up(connection, connection.execute(*wire.on_connect(connection, read_only=True)).fetchone())
+            except BaseException:
+                connection.close()
+                raise
+        except Exception as exc:
+            answers.put(exc)
+            return
+        answers.put(connection)
+        if over.is_set():  # nobody reads the answers any more, or has just stopped: closing twice does no harm
             connection.close()
-            raise
-        return connection
 
     def _became_ready(self, connection: Wire) -> None:
         """LISTEN, committed, before the first scan: what is posted after it is announced, what was before it is scanned."""
@@ -250,6 +314,9 @@ class Listener:
         with self._lock:
             self._list.wake_all(time.monotonic())
         returned = self._state.kind == "reconnecting" and self._reported > self._state.since - QUIET
+        self._pooled = wire.is_pooled(connection)
+        if self._token is not None and not self._pooled:
+            self._execute(connection, calls.hold_session(self._token))
         if why_not and not self._warned and self._listen:
             self._warned = True
             log.warning("bells poll: notifications cannot be received (%s)", why_not)
@@ -261,6 +328,7 @@ class Listener:
         unwanted_since: float | None = None
         while not self._closing:
             self._do_jobs(connection)
+            self._arm(connection)
             self._look(connection)
             now = time.monotonic()
             if self._wanted():
@@ -274,6 +342,28 @@ class Listener:
             until = due if due is not None else (unwanted_since or now) + LINGER
             if connection.heard or connection in self._ready(max(0.0, until - now), connection):
                 self._hear(connection)
+
+    def _arm(self, connection: Wire) -> None:
+        """Hold the keys of the channels that are waited on, so that their posts are announced; let the others go.
+
+        Before the scan: a post whose probe came too early for the key is found by the scan or by an early poll.
+        """
+        if self._state.kind != "listening":
+            return
+        with self._lock:
+            wanted = set(self._list.channel_ids())
+        if len(wanted) > MOST_KEYS:
+            wanted = {WILDCARD}
+        for _ in range(TRIES):
+            take, drop = wanted - connection.armed, connection.armed - wanted
+            if not take and not drop:
+                return
+            refused = self._execute(connection, calls.arm(sorted(take), sorted(drop)))
+            connection.armed = wanted - set(refused)
+            if not refused:
+                return
+            time.sleep(TRY_AGAIN)
+        # Not armed, then: these bells poll, and the next round tries again.
 
     def _hear(self, connection: Wire) -> None:
         connection.pgconn.consume_input()
@@ -303,6 +393,7 @@ class Listener:
                 raise
             self._deliver_to_all(wire.translate(exc, calls.hello()))
             return
+        self._patience = connection.patience = PATIENCE
         rang = False
         with self._lock:
             for each, own in zip(watches, watch.answer(watches, news), strict=True):
@@ -364,7 +455,7 @@ class Listener:
 
     def _wanted(self) -> bool:
         with self._lock:
-            return bool(self._jobs) or len(self._list) > 0
+            return bool(self._jobs) or len(self._list) > 0 or self._token is not None
 
     def _next_due(self) -> float | None:
         with self._lock:

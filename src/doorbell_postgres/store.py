@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import psycopg
+from psycopg.rows import tuple_row
 from psycopg_pool import ConnectionPool, PoolClosed, PoolTimeout
 
 from doorbell_postgres import calls, throwaway, wire
@@ -317,7 +318,9 @@ class Store:
 
 
 def _send(connection: Connection, call: Call[T]) -> T:
-    return call.read(connection.execute(call.sql, call.params).fetchall())
+    # A cursor of our own kind: the caller's connection may have been given another row factory.
+    cursor = psycopg.Cursor(connection, row_factory=tuple_row)
+    return call.read(cursor.execute(call.sql, call.params).fetchall())
 
 
 def _configure(connection: Connection) -> None:

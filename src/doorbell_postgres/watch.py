@@ -97,11 +97,17 @@ class Watch:
         return "backlog" if position.seq <= position.head_at_start else "post"
 
 
+# After joining a watch is looked at again this soon, then at twice the distance each time up to its poll_interval: a post
+# that committed while the bell was arming has been announced to nobody.
+EARLY = 0.010
+
+
 class Watchlist:
     """The watches that wait, and when each is to be looked at next. Times are of any one monotonic clock, in seconds."""
 
     def __init__(self) -> None:
         self._due: dict[Watch, float] = {}
+        self._step: dict[Watch, float] = {}
         self._by_channel: defaultdict[int, set[Watch]] = defaultdict(set)
 
     def __len__(self) -> int:
@@ -112,6 +118,7 @@ class Watchlist:
 
     def add(self, watch: Watch, now: float) -> None:
         self._due[watch] = now
+        self._step[watch] = min(EARLY, watch.poll_interval)
         for channel_id in watch.channel_ids:
             self._by_channel[channel_id].add(watch)
 
@@ -121,7 +128,12 @@ class Watchlist:
             self._by_channel[channel_id].discard(watch)
             if not self._by_channel[channel_id]:
                 del self._by_channel[channel_id]
+        self._step.pop(watch, None)
         return self._due.pop(watch, None) is not None
+
+    def channel_ids(self) -> list[int]:
+        """The channels that anybody watches."""
+        return list(self._by_channel)
 
     def announced(self, channel_id: int, now: float) -> bool:
         """Look at the channel's watches now. False when nobody watches it."""
@@ -146,15 +158,17 @@ class Watchlist:
         """
         if not any(due <= now for due in self._due.values()):
             return []
-        taken = [watch for watch, due in self._due.items() if due <= now + watch.poll_interval / 2]
+        taken = [watch for watch, due in self._due.items() if due <= now + self._step[watch] / 2]
         for watch in taken:
-            self._due[watch] = now + watch.poll_interval
+            self._due[watch] = now + self._step[watch]
+            self._step[watch] = min(watch.poll_interval, 2 * self._step[watch])
         return taken
 
     def clear(self) -> list[Watch]:
         """Remove and return all of them."""
         watches = list(self._due)
         self._due.clear()
+        self._step.clear()
         self._by_channel.clear()
         return watches
 
