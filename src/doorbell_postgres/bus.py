@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager
 
 from doorbell_postgres import calls
 from doorbell_postgres.contract import Backlog, Draft, Message, Notify, Start
-from doorbell_postgres.listener import ListenerState
 from doorbell_postgres.store import Connection, Store
+from doorbell_postgres.watch import ListenerState
 
 
 class MessageBus:
