@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import psycopg
@@ -19,7 +20,6 @@ from doorbell_postgres import calls, throwaway, wire
 from doorbell_postgres import migrate as migration
 from doorbell_postgres.calls import Call, Posted, ReadTimes
 from doorbell_postgres.contract import Backlog, Draft, Message, Notify, Start
-from doorbell_postgres.errors import BusClosed, ForkedBus, InvalidInput
 from doorbell_postgres.listener import Listener
 from doorbell_postgres.notifier import Notifier
 
@@ -27,8 +27,16 @@ T = TypeVar("T")
 Connection = psycopg.Connection[Any]
 log = logging.getLogger("doorbell_postgres")
 
-# One try to get a connection; the next one may find the server back.
-POOL_PATIENCE = 3.0
+
+POOL = "doorbell"
+
+
+def _not_ours(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.args, tuple) and POOL in record.args)
+
+
+# The pool logs every dial that fails, on a logger of its own. Whoever asked for the connection gets the reason instead.
+logging.getLogger("psycopg.pool").addFilter(_not_ours)
 
 
 class _Dialer:
@@ -70,43 +78,42 @@ class Store:
         retry_for: float = 30,
         lock_timeout: float = 5,
     ) -> None:
-        if notify not in ("coalesced", "off"):
-            raise InvalidInput(f"notify is {notify!r}; it must be 'coalesced' or 'off'.")
         self._pid = os.getpid()
         self._closed = False
-        self.retry_for = calls.seconds("retry_for", retry_for, zero=True)
-        self.lock_timeout = calls.seconds("lock_timeout", lock_timeout)
-        self.announces = notify != "off"
-        calls.count("max_size", max_size, least=1, most=10_000)
-        calls.seconds("connect_timeout", connect_timeout)
-
-        dsn = wire.resolve(dsn)
-        if dsn == wire.MEMORY:
-            log.warning(
-                "':memory:' is a throwaway Postgres of this process: no other host or process sees it, "
-                "and it ends with the process"
-            )
-            dsn, migrate = throwaway.shared().create_database(), True
-        options = wire.dial_options(dsn, application_name=application_name, connect_timeout=connect_timeout)
-        self._check_opening(dsn, options, migrate=migrate)
+        settings = wire.settings(
+            dsn,
+            migrate=migrate,
+            notify=notify,
+            max_size=max_size,
+            application_name=application_name,
+            connect_timeout=connect_timeout,
+            retry_for=retry_for,
+            lock_timeout=lock_timeout,
+        )
+        self._retry_for, self._lock_timeout = settings.retry_for, settings.lock_timeout
+        self._announces = settings.announces
+        if settings.dsn == wire.MEMORY:
+            log.warning(wire.MEMORY_WARNING)
+            settings = settings.on(throwaway.shared().create_database())
+        self._check_opening(settings)
 
         self._dialer = _Dialer()
         self._pool: ConnectionPool[Connection] = ConnectionPool(
-            dsn,
+            settings.dsn,
             connection_class=self._dialer,  # type: ignore[arg-type]
-            kwargs={**options, "autocommit": True},
+            kwargs={**settings.options, "autocommit": True},
             min_size=0,
-            max_size=max_size,
+            max_size=settings.max_size,
             open=True,
-            # Short: who asks for a connection asks again, and an outage must not leave the pool in a long back-off.
-            reconnect_timeout=1.0,
+            reconnect_timeout=wire.POOL_RECONNECT,
             configure=_configure,
             check=_check,
-            name="doorbell",
+            name=POOL,
         )
-        self.listener = Listener(dsn, options, listen=self.announces, on_news=self._notify_activity)
-        self._notifier = Notifier(lambda channel_ids: self._once(calls.announce(channel_ids), timeout=1.0))
         self.activity = threading.Condition()
+        # The threads of these two know nothing of this store, so that one which is dropped unclosed is collected.
+        self.listener = Listener(settings.dsn, settings.options, listen=self._announces, on_news=partial(_notify, self.activity))
+        self._notifier = Notifier(partial(_announce, self._pool))
         self._read = ReadTimes()
         self._finalizer = weakref.finalize(self, _shut, self._pid, self._notifier, self.listener, self._pool)
 
@@ -114,11 +121,11 @@ class Store:
 
     def channels(self) -> list[str]:
         """The names of all channels, sorted."""
-        return self.run(calls.channels())
+        return self._run(calls.channels())
 
     def head(self, channel: str) -> int:
         """The seq of the newest message; 0 for a channel that is empty or absent."""
-        return self.run(calls.head(channel))
+        return self._run(calls.head(channel))
 
     def post(
         self,
@@ -137,12 +144,12 @@ class Store:
             sender=sender,
             idempotency_key=idempotency_key,
             headers=headers,
-            notify=conn is not None and self.announces,
-            lock_timeout=self.lock_timeout,
+            notify=conn is not None and self._announces,
+            lock_timeout=self._lock_timeout,
         )
-        posted = self.run(call, conn)
+        posted = self._run(call, conn)
         if conn is None:
-            self.posted([posted])
+            self._posted([posted])
         return posted.message
 
     def post_many(
@@ -153,53 +160,53 @@ class Store:
             channel,
             messages,
             sender=sender,
-            notify=conn is not None and self.announces,
-            lock_timeout=self.lock_timeout,
+            notify=conn is not None and self._announces,
+            lock_timeout=self._lock_timeout,
         )
-        posted = self.run(call, conn)
+        posted = self._run(call, conn)
         if conn is None:
-            self.posted(posted)
+            self._posted(posted)
         return [each.message for each in posted]
 
     def messages_after(self, channel: str, after_seq: int, *, limit: int = 100) -> list[Message]:
         """At most `limit` messages behind `after_seq`, in order; [] for a channel that is absent."""
-        return self.run(calls.messages_after(channel, after_seq, limit=limit))
+        return self._run(calls.messages_after(channel, after_seq, limit=limit))
 
     # -- cursors ------------------------------------------------------------------------------------------------------
 
     def subscribe(self, handle: str, channel: str, *, at: Start = "head", conn: Connection | None = None) -> None:
         """Give the handle a cursor on the channel, unless it has one; see MessageBus.subscribe."""
-        self.run(calls.subscribe(handle, channel, at=at, lock_timeout=self.lock_timeout), conn)
+        self._run(calls.subscribe(handle, channel, at=at, lock_timeout=self._lock_timeout), conn)
 
     def unsubscribe(self, handle: str, channel: str, *, conn: Connection | None = None) -> bool:
         """Remove the handle's cursor; False when there was none. Raises UnknownChannel."""
-        return self.run(calls.unsubscribe(handle, channel), conn)
+        return self._run(calls.unsubscribe(handle, channel), conn)
 
     def subscriptions(self, handle: str) -> list[str]:
         """The names of the channels that the handle is subscribed to, sorted; [] for an unknown handle."""
-        return self.run(calls.subscriptions(handle))
+        return self._run(calls.subscriptions(handle))
 
     def acked_seq(self, handle: str, channel: str) -> int:
         """Where the cursor stands. Raises UnknownChannel, NotSubscribed."""
-        return self.run(calls.acked_seq(handle, channel))
+        return self._run(calls.acked_seq(handle, channel))
 
     def ack(self, handle: str, channel: str, up_to: int, *, conn: Connection | None = None) -> int:
         """Move the cursor forward to `up_to` and return where it stands; see MessageBus.ack."""
-        return self.run(calls.ack(handle, channel, up_to, self._read.time_of), conn)
+        return self._run(calls.ack(handle, channel, up_to, self._read.time_of), conn)
 
     def page(self, handle: str, after: tuple[str, int] | None, *, page_size: int, max_bytes: int | None = None) -> list[Message]:
         """One page of what the handle has not acked, behind the position `after`; [] is the head of all channels."""
-        messages = self.run(calls.unacked(handle, after, page_size=page_size, max_bytes=max_bytes))
+        messages = self._run(calls.unacked(handle, after, page_size=page_size, max_bytes=max_bytes))
         self._read.remember(messages)
         return messages
 
     def backlog(self, handle: str | None = None) -> list[Backlog]:
         """How far each handle, or this one, is behind on each channel, by handle and channel."""
-        return self.run(calls.backlog(handle))
+        return self._run(calls.backlog(handle))
 
     def unacked_count(self, channel: str | None, handle: str | None) -> int:
         """How many messages wait behind cursors, of one channel, one handle, both, or all."""
-        return self.run(calls.unacked_count(channel, handle))
+        return self._run(calls.unacked_count(channel, handle))
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
@@ -208,7 +215,7 @@ class Store:
         Pass it as `conn=`. Nothing in it is retried, and its posts hold their channels until it ends: keep it short.
         """
         self.check_usable()
-        with self._connection(self.retry_for) as connection, connection.transaction():
+        with self._connection(self._retry_for) as connection, connection.transaction():
             yield connection
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -223,7 +230,7 @@ class Store:
             return
         self._closed = True
         self._finalizer()
-        self._notify_activity()
+        _notify(self.activity)
 
     def __enter__(self) -> Store:
         return self
@@ -233,7 +240,7 @@ class Store:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def run(self, call: Call[T], conn: Connection | None = None) -> T:
+    def _run(self, call: Call[T], conn: Connection | None = None) -> T:
         """Send the call: on the caller's connection once and as it is, else on one of ours, again where that is safe."""
         self.check_usable()
         if conn is not None:
@@ -242,7 +249,7 @@ class Store:
                 return _send(conn, call)
             except psycopg.Error as exc:
                 raise wire.translate(exc, call) from None
-        attempts = wire.Attempts(call, self.retry_for)
+        attempts = wire.Attempts(call, self._retry_for)
         while True:
             sent = False
             try:
@@ -252,21 +259,17 @@ class Store:
             except psycopg.Error as exc:
                 time.sleep(attempts.after(exc, sent=sent))
 
-    def _once(self, call: Call[T], *, timeout: float) -> T:
-        with self._connection(timeout) as connection:
-            return _send(connection, call)
-
     def peek(self, call: Call[T]) -> T:
         """Run a read on the listener's connection, where the database itself refuses writes."""
         self.check_usable()
-        return self.listener.run(call, self.retry_for)
+        return self.listener.run(call, self._retry_for)
 
     @contextmanager
     def _connection(self, timeout: float) -> Iterator[Connection]:
         try:
-            connection = self._pool.getconn(timeout=min(max(0.01, timeout), POOL_PATIENCE))
+            connection = self._pool.getconn(timeout=min(max(0.01, timeout), wire.POOL_PATIENCE))
         except PoolClosed:
-            raise BusClosed("The bus was closed meanwhile; make a new one.") from None
+            raise wire.closed_meanwhile() from None
         except PoolTimeout as exc:
             raise self._dialer.refusal or exc from None
         try:
@@ -280,41 +283,47 @@ class Store:
 
     def check_fork(self) -> None:
         if self._pid != os.getpid():
-            raise ForkedBus("This bus was made before fork(): its connections belong to the parent. Make a new bus in the child.")
+            raise wire.forked()
 
     def check_usable(self) -> None:
         self.check_fork()
         if self._closed:
-            raise BusClosed("The bus is closed; make a new one.")
+            raise wire.closed()
 
-    def posted(self, posted: list[Posted]) -> None:
+    def _posted(self, posted: list[Posted]) -> None:
         """After the commit: tell the bells of this process directly and, where one may wait elsewhere, the notifier."""
         if not posted:
             return
         self.listener.announced([posted[0].channel_id])
-        if self.announces and any(each.armed for each in posted):
+        if self._announces and any(each.armed for each in posted):
             self._notifier.announce([posted[0].channel_id])
-        self._notify_activity()
-
-    def _notify_activity(self) -> None:
-        with self.activity:
-            self.activity.notify_all()
+        _notify(self.activity)
 
     @staticmethod
-    def _check_opening(dsn: str, options: dict[str, Any], *, migrate: bool) -> None:
+    def _check_opening(settings: wire.Settings) -> None:
         try:
-            if migrate:
-                migration.upgrade(dsn)
-            with psycopg.connect(dsn, autocommit=True, **options) as connection:
+            if settings.migrate:
+                migration.upgrade(settings.dsn)
+            with psycopg.connect(settings.dsn, autocommit=True, **settings.options) as connection:
                 connection.prepare_threshold = None
                 call = calls.hello()
                 try:
                     hello = _send(connection, call)
                 except psycopg.Error as exc:
                     raise wire.translate(exc, call) from None
-        except psycopg.Error as exc:
+        except psycopg.OperationalError as exc:
             raise wire.unreachable(exc) from None
         wire.check_hello(hello)
+
+
+def _announce(pool: ConnectionPool[Connection], channel_ids: list[int]) -> None:
+    with pool.connection(timeout=1.0) as connection:
+        _send(connection, calls.announce(channel_ids))
+
+
+def _notify(activity: threading.Condition) -> None:
+    with activity:
+        activity.notify_all()
 
 
 def _send(connection: Connection, call: Call[T]) -> T:
