@@ -295,3 +295,5 @@ def test_no_call_reads_a_whole_table(sql: Sql, connect: Connect, planned: str) -
         before = read()
         run(call)
         assert read() == before, f"{name} reads a whole table"
+    client.execute("select count(error) from doorbell.turn")
+    assert read() != before, "this test would not notice"
