@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import datetime
 import inspect
 import pickle
@@ -138,22 +139,23 @@ def test_max_attempts_is_a_whole_number_of_at_least_one(bus: Any, message: Messa
 
 def test_an_admission_whose_answer_was_lost_is_told_again_what_it_was_told(bus: Any, message: Message) -> None:
     """The call is sent twice, as a retry does: its own first attempt must not read as somebody else's."""
-    call = admission.admit("worker", message, event_id=None, on_duplicate="skip", holder=7)
+    call = admission.admit("worker", message, event_id=None, on_duplicate="skip", holder=7, nonce=1)
     first, again = bus.store._run(call), bus.store._run(call)
     assert again == first
     assert first.state == "new"
     bus.store._run(admission.release(first.claim, None))
-    call = admission.admit("worker", message, event_id=None, on_duplicate="skip", holder=7)
+    call = admission.admit("worker", message, event_id=None, on_duplicate="skip", holder=7, nonce=2)
     assert [bus.store._run(call).state for _ in range(2)] == ["resumed", "resumed"]
-    other = admission.admit("worker", message, event_id=None, on_duplicate="skip", holder=7)
+    other = admission.admit("worker", message, event_id=None, on_duplicate="skip", holder=7, nonce=3)
     assert bus.store._run(other).state == "running"
 
 
 def test_without_a_session_an_unfinished_turn_reads_as_resumed(bus: Any, message: Message, open_bus: OpenBus) -> None:
     """Behind a pooler in transaction mode nothing can be held: who asks takes over, and the first learns of it."""
-    call = lambda: admission.admit("worker", message, event_id=None, on_duplicate="skip", holder=0)  # noqa: E731
-    first = bus.store._run(call())
-    second = bus.store._run(call())
+    first, second = (
+        bus.store._run(admission.admit("worker", message, event_id=None, on_duplicate="skip", holder=0, nonce=nonce))
+        for nonce in (1, 2)
+    )
     assert [first.state, second.state] == ["new", "resumed"]
     with pytest.raises(TurnLost, match="taken the turn over"):
         bus.store._run(admission.finish(first.claim))
@@ -528,25 +530,52 @@ def test_closing_the_bus_lets_go_of_its_turns(bus: Any, open_bus: OpenBus, messa
 
 
 def test_a_release_that_could_not_be_sent_is_sent_before_the_next_admission(
-    bus: Any, message: Message, monkeypatch: pytest.MonkeyPatch
+    bus: Any, open_bus: OpenBus, message: Message, connect: Connect
 ) -> None:
-    real = admission.release
+    hasty = open_bus(retry_for=0.1)
     error = Oops("first")
+    blocker = connect()
 
     def leave_by_it() -> None:
-        with bus.turn("worker", message):
-            monkeypatch.setattr(admission, "release", lambda *_: (_ for _ in ()).throw(DatabaseUnavailable("away")))
+        with hasty.turn("worker", message):
+            blocker.execute("select from doorbell.turn for update")  # for longer than anybody waits for a lock
             raise error
 
     with pytest.raises(Oops):
         leave_by_it()
-    assert error.__notes__ == ["doorbell could not record that this turn was left: away"]
-    assert bus.unfinished_turns("worker")[0].held, "this session lives"
+    assert error.__notes__[0].startswith("doorbell could not record that this turn was left: The channel was held")
+    blocker.rollback()
+    turn = hasty.admit("worker", message)
+    assert (turn.state, turn.error) == ("resumed", "Oops: first")
+
+
+def test_an_admission_whose_answer_never_came_is_given_back(
+    bus: Any, open_bus: OpenBus, message: Message, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has committed, and its session lives without knowing: nobody would ever work on it."""
+    real = admission.admit
+
+    def lost(rows: Any) -> Any:
+        raise DatabaseUnavailable("away")
+
+    monkeypatch.setattr(admission, "admit", lambda *a, **kw: dataclasses.replace(real(*a, **kw), read=lost))
     with pytest.raises(DatabaseUnavailable):
         bus.admit("worker", message)
-    monkeypatch.setattr(admission, "release", real)
-    turn = bus.admit("worker", message)
-    assert (turn.state, turn.error) == ("resumed", "Oops: first")
+    monkeypatch.setattr(admission, "admit", real)
+    assert bus.admit("worker", message).state == "resumed"
+    with pytest.raises(InvalidInput):  # a refusal leaves nothing to give back
+        bus.admit("worker", message, event_id="")
+    assert open_bus().admit("worker", message).state == "running"
+
+
+def test_an_end_that_fails_releases_what_was_left(bus: Any, message: Message, monkeypatch: pytest.MonkeyPatch) -> None:
+    def away(*_: Any) -> Any:
+        raise DatabaseUnavailable("away")
+
+    with pytest.raises(DatabaseUnavailable), bus.turn("worker", message):
+        monkeypatch.setattr(admission, "finish", away)
+    (left,) = bus.unfinished_turns("worker")
+    assert (left.held, left.error) == (False, "DatabaseUnavailable: away")
 
 
 def test_a_session_keeps_one_token_and_leaves_nothing(bus: Any, open_bus: OpenBus, message: Message, sql: Sql) -> None:
