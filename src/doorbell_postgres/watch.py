@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias
 
 from doorbell_postgres.calls import Floor, News, Question
 from doorbell_postgres.contract import Message, Reason, WakeEvent
+from doorbell_postgres.errors import HistoryPruned
 from doorbell_postgres.wakeline import FIELD_LEN, line, sanitize
 
 # Characters of a body that a wake line is made from. More than it shows, since escapes and controls vanish.
@@ -73,8 +74,11 @@ class Watch:
     def questions(self) -> list[Question]:
         return [Question(self.handle, p.channel_id, p.seq, p.created_at) for p in self._positions]
 
-    def settle(self, news: Sequence[News]) -> Candidate | Literal["rewound"] | None:
+    def settle(self, news: Sequence[News]) -> Candidate | HistoryPruned | Literal["rewound"] | None:
         """Take the answers to `questions()`, numbered in their order; move the floors past what was looked at."""
+        for item in news:
+            if item.lost_to is not None:
+                return history_pruned(self.handle, self._positions[item.question].channel, item.lost_from, item.lost_to)
         if any(item.rewound for item in news):
             return "rewound"
         for item in news:
@@ -186,6 +190,15 @@ def answer(watches: Sequence[Watch], news: Iterable[News]) -> list[list[News]]:
         which, index = owner[item.question]
         parts[which].append(item._replace(question=index))
     return parts
+
+
+def history_pruned(handle: str, channel: str, lost_from: int | None, lost_to: int) -> HistoryPruned:
+    """What a bell raises where catch_up and ack are refused with RB006, in the same words."""
+    handle, channel = sanitize(handle, max_len=FIELD_LEN), sanitize(channel, max_len=FIELD_LEN)
+    return HistoryPruned(
+        f"Messages {lost_from} to {lost_to} of {channel!r} were removed before {handle!r} had acked them. Retention was forced "
+        f"past the cursor. Call skip_pruned to give that range up, and go on with message {lost_to + 1}."
+    )
 
 
 def refused_for_good(sqlstate: str | None) -> bool:
