@@ -94,6 +94,18 @@ def connect(dsn: str) -> Iterator[Callable[..., psycopg.Connection[Any]]]:
 
 
 @pytest.fixture
+def announced(connect: Callable[..., psycopg.Connection[Any]]) -> Callable[..., list[str]]:
+    """The payloads of the notifications on this test's database since the last question; waits for the first one."""
+    listening = connect(autocommit=True)
+    listening.execute("listen doorbell")
+
+    def run(*, within: float = 10.0) -> list[str]:
+        return [note.payload for note in listening.notifies(timeout=within, stop_after=1)]
+
+    return run
+
+
+@pytest.fixture
 def dbname(dsn: str) -> str:
     return str(conninfo_to_dict(dsn)["dbname"])
 

@@ -20,7 +20,7 @@ TESTS = Path(__file__).resolve().parent
 README = TESTS.parent / "README.md"
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 # The contract first, then what several processes do to it, then everything else by name of its file.
-FIRST = ("test_failure_modes.py", "test_cross_process.py", "test_wakeline.py")
+FIRST = ("test_failure_modes.py", "test_cross_process.py", "test_wakeline.py", "test_postgres_modes.py")
 
 
 @dataclass(frozen=True)
@@ -31,28 +31,29 @@ class Row:
     file: str
 
 
-def rows(tests: Path = TESTS) -> Iterator[Row]:
-    """The rows by file, then by place in it. ValueError for a marked test without both halves of a docstring."""
-    found = sorted(
-        tests.glob("test_*.py"), key=lambda p: (FIRST.index(p.name) if p.name in FIRST else len(FIRST), p.name)
-    )
-    for path in found:
+def rows(tests: Path = TESTS) -> list[Row]:
+    """The rows by file, then by place in it. ValueError names the marked tests without both halves of a docstring."""
+    found: list[Row] = []
+    for path in sorted(tests.glob("test_*.py"), key=_place):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        everywhere = any(
-            isinstance(node, ast.Assign)
-            and any(isinstance(target, ast.Name) and target.id == "pytestmark" for target in node.targets)
-            and _says_failure_mode(node.value)
-            for node in tree.body
-        )
+        everywhere = any(isinstance(node, ast.Assign) and _is_mark(node) for node in tree.body)
         for node in _tests(tree):
-            if not everywhere and not any(_says_failure_mode(decorator) for decorator in node.decorator_list):
-                continue
-            mode, _, holds = (ast.get_docstring(node) or "").partition("\n\n")
-            if not mode.strip() or not holds.strip():
-                raise ValueError(
-                    f"{path.name}: {node.name} needs a docstring: the failure mode, an empty line, why not here."
-                )
-            yield Row(_one_line(mode), _one_line(holds), node.name, path.name)
+            if everywhere or any(map(_says_failure_mode, node.decorator_list)):
+                mode, _, holds = (ast.get_docstring(node) or "").partition("\n\n")
+                found.append(Row(_one_line(mode), _one_line(holds), node.name, path.name))
+    halves = [f"{row.file}::{row.test}" for row in found if not row.mode or not row.holds]
+    if halves:
+        raise ValueError(f"need a docstring (the failure mode, an empty line, why not here): {', '.join(halves)}")
+    return found
+
+
+def _place(path: Path) -> tuple[int, str]:
+    return FIRST.index(path.name) if path.name in FIRST else len(FIRST), path.name
+
+
+def _is_mark(node: ast.Assign) -> bool:
+    names = [target.id for target in node.targets if isinstance(target, ast.Name)]
+    return names == ["pytestmark"] and _says_failure_mode(node.value)
 
 
 def _tests(tree: ast.Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -18,9 +18,7 @@ Connect = Callable[..., "psycopg.Connection[Any]"]
 
 
 @pytest.mark.failure_mode
-def test_stale_ack_from_another_process(
-    api: Api, dsn: str, bus: Any, sql: Sql, connect: Connect, processes: Processes
-) -> None:
+def test_stale_ack_from_another_process(api: Api, dsn: str, bus: Any, sql: Sql, connect: Connect, processes: Processes) -> None:
     """A stale ack from another process moves the cursor back
 
     The clamp is `GREATEST` inside the UPDATE, and the row lock orders the acks: one that has waited for a later number
@@ -61,9 +59,7 @@ def test_acks_racing_from_many_processes(api: Api, dsn: str, bus: Any, processes
 
 
 @pytest.mark.failure_mode
-def test_two_processes_posting_at_once(
-    api: Api, dsn: str, bus: Any, sql: Sql, connect: Connect, processes: Processes
-) -> None:
+def test_two_processes_posting_at_once(api: Api, dsn: str, bus: Any, sql: Sql, connect: Connect, processes: Processes) -> None:
     """Two processes post at the same time and get the same number
 
     The number is taken under the lock of the channel's row, in a statement that begins after the lock is held and so
@@ -121,9 +117,7 @@ def test_processes_racing_with_shared_keys(api: Api, dsn: str, bus: Any, process
     Four processes post the same forty keys to one new channel: forty messages, numbered without a gap, and every
     process is told the same original for each key.
     """
-    racing = [
-        processes.start(workers.post_many_one_by_one, api.name, dsn, "events", f"p{n}", 40, "key") for n in range(4)
-    ]
+    racing = [processes.start(workers.post_many_one_by_one, api.name, dsn, "events", f"p{n}", 40, "key") for n in range(4)]
     for worker in racing:
         worker.hear()
     for worker in racing:
@@ -135,12 +129,8 @@ def test_processes_racing_with_shared_keys(api: Api, dsn: str, bus: Any, process
     assert sorted((m.seq, m.sender, m.body) for m in log) == sorted(results[0])
 
 
-def test_processes_posting_to_one_channel_are_numbered_without_a_gap(
-    api: Api, dsn: str, bus: Any, processes: Processes
-) -> None:
-    racing = [
-        processes.start(workers.post_many_one_by_one, api.name, dsn, "events", f"p{n}", 50, None) for n in range(4)
-    ]
+def test_processes_posting_to_one_channel_are_numbered_without_a_gap(api: Api, dsn: str, bus: Any, processes: Processes) -> None:
+    racing = [processes.start(workers.post_many_one_by_one, api.name, dsn, "events", f"p{n}", 50, None) for n in range(4)]
     for worker in racing:
         worker.hear()
     for worker in racing:
@@ -154,30 +144,45 @@ def test_processes_posting_to_one_channel_are_numbered_without_a_gap(
     assert sorted((m.seq, m.sender, m.body) for m in log) == sorted(row for result in results for row in result)
 
 
-def test_a_post_rings_in_another_process_without_waiting_for_its_poll(
+@pytest.mark.timing
+def test_posts_ring_in_other_processes_without_waiting_for_their_polls(
     api: Api, dsn: str, bus: Any, sql: Sql, processes: Processes
 ) -> None:
+    """From a bus, and from plain SQL that says so: within 2 s, where the next poll is further off."""
+    bus.subscribe("one", "by a bus")
+    bus.subscribe("two", "by SQL")
+    waiters = [processes.start(workers.arm, api.name, dsn, handle, {"poll_interval": 50}) for handle in ("one", "two")]
+    assert [waiter.hear() for waiter in waiters] == ["made", "made"]
+    bell_is_waiting(sql, 2, silent_for=2.8, within=60)
+    bus.post("by a bus", "hello", sender="ci")
+    sql("select doorbell.post('by SQL', 'hello', 'psql', notify => true)")
+    assert waiters[0].result(within=2) == ("by a bus", 1, "post")
+    assert waiters[1].result(within=2) == ("by SQL", 1, "post")
+
+
+def test_a_post_is_announced_by_its_number_only_where_a_bell_waits(
+    api: Api, dsn: str, bus: Any, sql: Sql, processes: Processes, announced: Callable[..., list[str]]
+) -> None:
     bus.subscribe("worker", "events")
+    bus.post("events", "nobody waits", sender="ci")
+    bus.ack("worker", "events", 1)
     waiter = processes.start(workers.arm, api.name, dsn, "worker", {"poll_interval": 50})
-    assert waiter.hear() == "made"
     bell_is_waiting(sql)
+    bus.post("elsewhere", "nobody waits here either", sender="ci")
     bus.post("events", "hello", sender="ci")
-    assert waiter.result(within=10) == ("events", 1, "post")
+    ((channel_id,),) = sql("select id from doorbell.channel where name = 'events'")
+    assert announced() == [str(channel_id)]
+    assert waiter.result() == ("events", 2, "post")
+    assert announced(within=0.2) == []
 
 
-def test_a_post_in_plain_sql_rings_when_it_says_so(
-    api: Api, dsn: str, bus: Any, sql: Sql, processes: Processes
-) -> None:
-    bus.subscribe("worker", "events")
-    waiter = processes.start(workers.arm, api.name, dsn, "worker", {"poll_interval": 50})
-    assert waiter.hear() == "made"
-    bell_is_waiting(sql)
-    sql("select doorbell.post('events', 'hello', 'psql', notify => true)")
-    assert waiter.result(within=10) == ("events", 1, "post")
-
-
-def test_without_notifications_a_post_rings_by_the_poll(
-    api: Api, dsn: str, open_bus: Callable[..., Any], sql: Sql, processes: Processes
+def test_a_post_without_notification_rings_by_the_poll(
+    api: Api,
+    dsn: str,
+    open_bus: Callable[..., Any],
+    sql: Sql,
+    processes: Processes,
+    announced: Callable[..., list[str]],
 ) -> None:
     bus = open_bus(notify="off")
     bus.subscribe("worker", "events")
@@ -186,6 +191,18 @@ def test_without_notifications_a_post_rings_by_the_poll(
     bell_is_waiting(sql)
     bus.post("events", "hello", sender="ci")
     assert waiter.result(within=10) == ("events", 1, "post")
+    assert announced(within=0.2) == []
+
+
+def test_a_bell_without_notifications_rings_by_its_poll_and_asks_for_none(
+    api: Api, bus: Any, open_bus: Callable[..., Any], sql: Sql, announced: Callable[..., list[str]]
+) -> None:
+    bus.subscribe("worker", "events")
+    deaf = background(api.Doorbell(open_bus(notify="off"), "worker", poll_interval=0.2).wait, 30)
+    bell_is_waiting(sql, armed=False)
+    bus.post("events", "hello", sender="ci")
+    assert deaf.result(10).reason == "post"
+    assert announced(within=0.2) == []
 
 
 @pytest.mark.timing

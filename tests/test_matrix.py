@@ -24,13 +24,12 @@ def test_a_marked_test_without_both_halves_of_a_docstring_is_refused(tmp_path: P
 
 def test_rows_come_from_marked_tests_and_marked_files(tmp_path: Path) -> None:
     (tmp_path / "test_b.py").write_text(
-        '@pytest.mark.failure_mode\ndef test_one():\n    """a | b\n    goes on\n\n    why\n    not"""\n'
-        "def test_two(): ...\n"
+        '@pytest.mark.failure_mode\ndef test_one():\n    """a | b\n    goes on\n\n    why\n    not"""\ndef test_two(): ...\n'
     )
     (tmp_path / "test_a.py").write_text(
         'pytestmark = [pytest.mark.failure_mode]\ndef helper(): ...\nasync def test_three():\n    """c\n\n    d"""\n'
     )
-    assert list(matrix.rows(tmp_path)) == [
+    assert matrix.rows(tmp_path) == [
         matrix.Row("c", "d", "test_three", "test_a.py"),
         matrix.Row("a \\| b goes on", "why not", "test_one", "test_b.py"),
     ]

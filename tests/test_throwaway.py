@@ -409,7 +409,10 @@ def test_shared_is_one_server_for_all_threads_and_stops_at_exit(here: Path, hold
 def test_forked_child_is_refused_the_throwaway_server_and_the_parent_is_unharmed(
     here: Path, holder: Callable[..., subprocess.Popen[str]]
 ) -> None:
-    """A forked child asks for its parent's throwaway server: a clear error there; its end leaves the parent's alone."""
+    """A forked child uses its parent's throwaway server, and its end takes the server from the parent.
+
+    The child is refused with an error that says what to do instead; its end leaves the parent's server alone.
+    """
     process = holder(
         """
         server = shared()

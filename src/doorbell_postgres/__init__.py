@@ -1,4 +1,4 @@
-"""Durable message delivery for crash-prone agent sessions, on Postgres, across hosts."""
+"""Messages for agent sessions that crash: durable, on one Postgres, from any number of hosts."""
 
 from doorbell_postgres.bus import MessageBus
 from doorbell_postgres.contract import Backlog, Draft, Message, WakeEvent

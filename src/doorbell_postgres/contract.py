@@ -3,7 +3,8 @@
 channel
     An append-only log of messages under one name. Posting or subscribing creates it.
 handle
-    A stable role name ("worker", "reviewer"), not a session id: sessions come and go, the handle's cursors persist.
+    The name of a role, such as "worker". A session acts under one; its successor acts under the same one, and finds its
+    cursors where they were.
 seq
     A message's number in its channel: 1, 2, 3 … without a gap, visible in that order.
 head
@@ -89,7 +90,7 @@ class Draft:
 
 @dataclass(frozen=True)
 class WakeEvent:
-    """Why a bell rang. It has no body: content is read by `catch_up`, where the handling discipline lives.
+    """Why a bell rang. It has no body: what was said is read with `catch_up`, and acked after it was handled.
 
     Every string is sanitised and safe to print on one line; `channel` and `sender` are cut to 64 characters, so they
     are for showing, not for looking up. `reason` is "backlog" for a message at or below the head at the bell's

@@ -1,8 +1,8 @@
 """Untrusted text to one safe line.
 
 What this removes is mechanical: escape sequences, control and format characters, line breaks. Repr-quoting keeps a body
-from forging the line's own skeleton. What it does not do is make the words trustworthy: `[untrusted]` is a label, and the
-reader who treats what follows as data is the defence.
+from forging the line's own skeleton. It does not make the words trustworthy: a sentence that reads like an order
+passes, and whoever acts on wake lines has to take everything behind `[untrusted]` for data.
 """
 
 from __future__ import annotations

@@ -13,14 +13,18 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import doorbell_postgres
+
 TESTS = Path(__file__).resolve().parents[1]
+# The package under test here is the one under test there, wherever it was imported from.
+PACKAGE = Path(doorbell_postgres.__file__).resolve().parents[1]
 
 
 def plain_environment(**extra: str) -> dict[str, str]:
     """The environment without what would steer the package, measure coverage or randomise the run."""
     dropped = ("DOORBELL_DSN", "PYTHONWARNINGS", "PYTHONPATH", "PYTHONHASHSEED")
     kept = {k: v for k, v in os.environ.items() if k not in dropped and not k.startswith(("COV_", "PYTEST_"))}
-    return kept | {"PYTHONPATH": str(TESTS), "PYTHONUNBUFFERED": "1"} | extra
+    return kept | {"PYTHONPATH": f"{TESTS}{os.pathsep}{PACKAGE}", "PYTHONUNBUFFERED": "1"} | extra
 
 
 class WorkerFailed(AssertionError):

@@ -41,19 +41,22 @@ def waiting_in_database(sql: Sql, count: int = 1, *, within: float = 20.0) -> li
     return eventually(enough, within=within, what=f"{count} sessions waiting for a lock")
 
 
-def bell_is_waiting(sql: Sql, count: int = 1, *, within: float = 20.0) -> list[int]:
-    """Wait until `count` listeners have committed LISTEN and sit between two polls; their pids.
+def bell_is_waiting(sql: Sql, count: int = 1, *, armed: bool = True, silent_for: float = 0.0, within: float = 20.0) -> list[int]:
+    """Wait until `count` listeners are armed and sit between two polls, silent for `silent_for` seconds; their pids.
 
-    A listener's last statement is a poll or the LISTEN itself, on an idle session that announces itself as a listener.
+    Armed is who holds a bell's key, which nobody does behind `notify="off"`: there, ask for `armed=False`. After arming,
+    the time between two polls doubles from 10 ms on up to the poll interval, so one that has been silent for 2.8 s will be
+    silent for two more: what rings within those was no poll.
     """
+    condition = (
+        "state = 'idle' and query ~ 'doorbell[.]peek'"
+        " and state_change <= clock_timestamp() - make_interval(secs => %s)"
+        " and (not %s or exists (select from pg_locks as l"
+        " where l.pid = pg_stat_activity.pid and l.locktype = 'advisory' and l.mode = 'ShareLock' and l.granted))"
+    )
 
     def enough() -> list[int]:
-        pids = [
-            pid
-            for pid, *_ in backends(
-                sql, "state = 'idle' and (application_name ~ 'listener' or query ~* '^\\s*listen|doorbell\\.peek')"
-            )
-        ]
+        pids = [pid for pid, *_ in backends(sql, condition, silent_for, armed)]
         return pids if len(pids) >= count else []
 
     return eventually(enough, within=within, what=f"{count} listeners at rest")

@@ -56,9 +56,7 @@ def post_many_one_by_one(
     return got
 
 
-def post_once(
-    pipe: Any, shell: str, dsn: str, channel: str, body: str, sender: str, key: str | None
-) -> tuple[int, str]:
+def post_once(pipe: Any, shell: str, dsn: str, channel: str, body: str, sender: str, key: str | None) -> tuple[int, str]:
     bus = _bus(shell, dsn)
     message = bus.post(channel, body, sender=sender, idempotency_key=key)
     bus.close()
