@@ -66,6 +66,19 @@ begin
     end if;
   end if;
 
+  -- Forced or not: a turn that has not ended may be resumed, and then its message is read again.
+  select d.handle, d.seq into v_found
+    from doorbell.delivery as d
+    join doorbell.turn as t on t.channel_id = d.turn_channel_id and t.id = d.turn_id
+    where d.channel_id = _prunable.channel_id and not d.settled and t.state = 'unfinished'
+    order by d.seq
+    limit 1;
+  if found and v_found.seq - 1 < v_limit then
+    v_limit := v_found.seq - 1;
+    held_by := v_found.handle;
+    held_because := 'turn';
+  end if;
+
   last := least(v_limit, first - 1 + batch);
   -- The first that is too young, or whose key may still be retried. Times need not be in order, so each one is looked at.
   select m.seq, m.created_at < v_old as keyed into v_found
@@ -241,7 +254,59 @@ begin
 end
 $$;
 
--- Prunes every channel, batch by batch, and commits after each: for pg_cron and the like.
+-- Removes one batch of turns that have ended and whose event is not recognised any more after this: with their steps and
+-- reservations. Call it again while more is true.
+--
+-- Promise: only turns that ended longer than keep_keys ago, that nobody works on, and none of whose deliveries a cursor still
+--   waits for. A replay of their event that comes later is a new turn.
+-- Locks: the turn rows; those that somebody holds are left. Errors: RB001.
+create function doorbell.prune_turns(
+  keep_keys interval default '7 days', batch integer default 1000, out removed bigint, out more boolean
+)
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+as $$
+declare
+  v_channel bigint;
+  v_ids bigint[];
+begin
+  perform doorbell._refuse(
+    doorbell._interval_fault('keep_keys', keep_keys),
+    case when (batch between 1 and 100000) is not true then format('batch is %s; it is 1 to 100,000', coalesce(batch::text, 'null')) end);
+  removed := 0;
+  -- What a cursor has passed by a plain ack, and what lost its turn: nobody comes back for these.
+  delete from doorbell.delivery as d
+    where d.settled and exists (
+        select from doorbell.cursor as cu
+        where cu.channel_id = d.channel_id and cu.handle = d.handle and cu.acked_seq >= d.seq)
+      or not exists (select from doorbell.turn as t where t.channel_id = d.turn_channel_id and t.id = d.turn_id);
+  for v_channel in
+    select 0 union all select c.id from doorbell.channel as c
+  loop
+    with ended as (
+      select t.channel_id, t.id
+      from doorbell.turn as t
+      where t.channel_id = v_channel and t.admitted_at < clock_timestamp() - keep_keys
+        and t.state <> 'unfinished' and t.holder is null and t.ended_at < clock_timestamp() - keep_keys
+        and not exists (select from doorbell.delivery as d where d.turn_channel_id = t.channel_id and d.turn_id = t.id)
+      order by t.admitted_at
+      limit batch - removed
+      for update skip locked
+    ), gone as (
+      delete from doorbell.turn as t using ended as e where t.channel_id = e.channel_id and t.id = e.id returning t.id
+    )
+    select array_agg(g.id) into v_ids from gone as g;
+    continue when v_ids is null;
+    delete from doorbell.turn_step as s where s.channel_id = v_channel and s.turn_id = any (v_ids);
+    delete from doorbell.reservation as r where r.channel_id = v_channel and r.turn_id = any (v_ids);
+    removed := removed + cardinality(v_ids);
+    exit when removed >= batch;
+  end loop;
+  more := removed >= batch;
+end
+$$;
+
+-- Prunes every channel and then the turns, batch by batch, and commits after each: for pg_cron and the like.
+-- removed counts messages.
 --
 -- Postgres forbids COMMIT in a procedure that runs as its owner or has settings of its own, so this is a bare shell that
 -- touches no table: each step is one call of prune, with its lock timeout, and nothing here depends on the search_path.
@@ -275,6 +340,11 @@ begin
       removed := removed operator(pg_catalog.+) v_removed;
       exit when not v_more;
     end loop;
+  end loop;
+  loop
+    select t.more into v_more from doorbell.prune_turns(keep_keys, batch) as t;
+    commit;
+    exit when not v_more;
   end loop;
 end
 $$;
@@ -310,6 +380,8 @@ begin
   update doorbell.cursor as cu
     set acked_seq = greatest(cu.acked_seq, v_gone), acked_at = clock_timestamp()
     where cu.channel_id = v_id and cu.handle = skip_pruned.handle;
+  delete from doorbell.delivery as d
+    where d.channel_id = v_id and d.handle = skip_pruned.handle and d.seq <= v_gone and d.settled;
   return v_gone - v_acked;
 end
 $$;
@@ -334,11 +406,14 @@ as $$
   values
     ('ack', true, false),
     ('acked_seq', true, false),
+    ('admit', true, false),
     ('announce', true, false),
     ('arm', true, false),
     ('backlog_of', true, true),
     ('bell_floors', true, false),
     ('channel_names', true, true),
+    ('fail_turn', true, false),
+    ('finish_turn', true, false),
     ('grant_role', false, false),
     ('head', true, true),
     ('hello', true, true),
@@ -351,12 +426,20 @@ as $$
     ('prune', false, false),
     ('prune_all', false, false),
     ('prune_plan', false, true),
+    ('prune_turns', false, false),
+    ('record_step', true, false),
+    ('release_turn', true, false),
+    ('reserve', true, false),
     ('revoke_role', false, false),
+    ('settle_delivery', true, false),
     ('skip_pruned', true, false),
+    ('step_pending', true, false),
     ('subscribe', true, false),
     ('subscriptions', true, true),
+    ('turn_post', true, false),
     ('unacked', true, false),
     ('unacked_count', true, true),
+    ('unfinished_turns', true, false),
     ('unsubscribe', true, false)
 $$;
 

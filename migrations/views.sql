@@ -63,6 +63,52 @@ comment on column doorbell.channels.estimated_bytes is 'messages times the avera
 comment on column doorbell.channels.last_posted_at is 'When the newest message was posted; null when there is none.';
 comment on column doorbell.channels.created_at is 'When the channel was created.';
 
+create view doorbell.turns as
+select
+  t.handle,
+  case
+    when t.event_id is not null then 'id ' || t.event_id
+    when t.event_key is not null then 'key ' || t.event_key
+    else 'seq ' || t.event_seq
+  end as event,
+  c.name as channel,
+  t.origin_seq as seq,
+  t.state,
+  t.attempt as attempts,
+  clock_timestamp() - t.admitted_at as age,
+  t.state = 'unfinished' and t.holder > 0 and exists (
+    select from pg_locks as l
+    where l.locktype = 'advisory' and l.granted and l.mode = 'ExclusiveLock'
+      and l.database = (select d.oid from pg_database as d where d.datname = current_database())
+      and l.objsubid = 1
+      and ((l.classid::bigint << 32) | l.objid::bigint) = ((84::bigint << 56) | t.holder)
+  ) as held,
+  t.error as last_error,
+  (select count(*) from doorbell.turn_step as s where s.channel_id = t.channel_id and s.turn_id = t.id) as steps,
+  (select count(*) from doorbell.reservation as r
+   where r.channel_id = t.channel_id and r.turn_id = t.id and r.posted_seq is not null) as posts,
+  t.admitted_at,
+  t.attempted_at,
+  t.ended_at
+from doorbell.turn as t
+join doorbell.channel as c on c.id = t.origin_channel_id;
+
+comment on view doorbell.turns is 'The work that events have caused: what is unfinished and since when, what failed and why.';
+comment on column doorbell.turns.handle is 'Whose turn it is.';
+comment on column doorbell.turns.event is 'What it is known by: the id of the event, else the key of its message in the channel, else the number.';
+comment on column doorbell.turns.channel is 'The channel of the message that was admitted first.';
+comment on column doorbell.turns.seq is 'The number of that message.';
+comment on column doorbell.turns.state is 'unfinished, finished or failed.';
+comment on column doorbell.turns.attempts is 'How often somebody began to work on it.';
+comment on column doorbell.turns.age is 'The time since it was admitted.';
+comment on column doorbell.turns.held is 'Whether a session that is alive works on it. An unfinished turn that nobody holds waits for the next delivery.';
+comment on column doorbell.turns.last_error is 'What the last failed attempt said; null when none has.';
+comment on column doorbell.turns.steps is 'How many of its steps are done.';
+comment on column doorbell.turns.posts is 'How many messages it has posted, a notice of its failure included.';
+comment on column doorbell.turns.admitted_at is 'When it was admitted first.';
+comment on column doorbell.turns.attempted_at is 'When the last attempt began.';
+comment on column doorbell.turns.ended_at is 'When it finished or failed last; null for an unfinished one.';
+
 create view doorbell.health as
 select
   (select v.version_num from doorbell.schema_version as v) as schema_revision,
@@ -179,6 +225,58 @@ select 'name out of bounds', c.name, cu.handle, null, format('a handle of %s byt
 from doorbell.cursor as cu
 left join doorbell.channel as c on c.id = cu.channel_id
 where octet_length(cu.handle) not between 1 and 255
+union all
+select 'delivery without turn', c.name, d.handle, d.seq, format('there is no turn %s of channel %s', d.turn_id, d.turn_channel_id)
+from doorbell.delivery as d
+left join doorbell.channel as c on c.id = d.channel_id
+where not exists (select from doorbell.turn as t where t.channel_id = d.turn_channel_id and t.id = d.turn_id)
+union all
+select 'delivery beyond head', c.name, d.handle, d.seq, format('the head is %s', coalesce(c.head, 0))
+from doorbell.delivery as d
+left join channels as c on c.id = d.channel_id
+where d.seq > coalesce(c.head, 0)
+union all
+select 'delivery settled too soon', c.name, d.handle, d.seq, 'its turn has not ended'
+from doorbell.delivery as d
+join doorbell.turn as t on t.channel_id = d.turn_channel_id and t.id = d.turn_id
+left join doorbell.channel as c on c.id = d.channel_id
+where d.settled and t.state = 'unfinished'
+union all
+-- The first message behind the cursor was settled after the cursor had last moved, and settling moves it.
+select 'cursor left behind', c.name, cu.handle, cu.acked_seq, format('message %s is settled', cu.acked_seq + 1)
+from doorbell.cursor as cu
+join doorbell.channel as c on c.id = cu.channel_id
+cross join lateral (
+  select bool_and(d.settled and t.ended_at > greatest(cu.acked_at, cu.subscribed_at)) as settled
+  from doorbell.delivery as d
+  join doorbell.turn as t on t.channel_id = d.turn_channel_id and t.id = d.turn_id
+  where d.channel_id = cu.channel_id and d.handle = cu.handle and d.seq = cu.acked_seq + 1
+) as s
+where s.settled and exists (select from doorbell.message as m where m.channel_id = cu.channel_id and m.seq = cu.acked_seq + 1)
+union all
+select 'unfinished turn without delivery', c.name, t.handle, t.origin_seq, format('turn %s of channel %s, which nobody can find', t.id, t.channel_id)
+from doorbell.turn as t
+left join doorbell.channel as c on c.id = t.origin_channel_id
+where t.state = 'unfinished'
+  and not exists (select from doorbell.delivery as d where d.turn_channel_id = t.channel_id and d.turn_id = t.id)
+union all
+select 'turn without end', c.name, t.handle, t.origin_seq, format('state %s, ended_at %s', t.state, coalesce(t.ended_at::text, 'null'))
+from doorbell.turn as t
+left join doorbell.channel as c on c.id = t.origin_channel_id
+where (t.state = 'unfinished') <> (t.ended_at is null)
+union all
+select 'step without turn', null, null, null, format('step %s of turn %s of channel %s', quote_literal(s.step), s.turn_id, s.channel_id)
+from doorbell.turn_step as s
+where not exists (select from doorbell.turn as t where t.channel_id = s.channel_id and t.id = s.turn_id)
+union all
+select 'reservation without turn', null, null, r.posted_seq, format('reservation %s of turn %s of channel %s', quote_literal(r.correlation_id), r.turn_id, r.channel_id)
+from doorbell.reservation as r
+where not exists (select from doorbell.turn as t where t.channel_id = r.channel_id and t.id = r.turn_id)
+union all
+select 'reservation beyond head', c.name, null, r.posted_seq, format('posted as %s, and the head is %s', r.posted_seq, coalesce(c.head, 0))
+from doorbell.reservation as r
+left join channels as c on c.id = r.posted_channel_id
+where r.posted_seq > coalesce(c.head, 0)
 union all
 select 'not one store', null, null, null, format('doorbell.meta has %s rows instead of one', count(*))
 from doorbell.meta as m

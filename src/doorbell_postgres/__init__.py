@@ -1,7 +1,7 @@
 """Messages for agent sessions that crash: durable, on one Postgres, from any number of hosts."""
 
 from doorbell_postgres.bus import MessageBus
-from doorbell_postgres.contract import Backlog, Draft, Message, WakeEvent
+from doorbell_postgres.contract import Backlog, Draft, Message, UnfinishedTurn, WakeEvent
 from doorbell_postgres.errors import (
     AckBeyondHead,
     BusClosed,
@@ -19,6 +19,7 @@ from doorbell_postgres.errors import (
     UnknownChannel,
 )
 from doorbell_postgres.store import Store
+from doorbell_postgres.turns import Step, Turn
 from doorbell_postgres.waiter import Doorbell
 from doorbell_postgres.wakeline import sanitize, wake_line
 
@@ -42,8 +43,11 @@ __all__ = [
     "NotSubscribed",
     "OutcomeUnknown",
     "SchemaMismatch",
+    "Step",
     "Store",
+    "Turn",
     "TurnLost",
+    "UnfinishedTurn",
     "UnknownChannel",
     "WakeEvent",
     "__version__",

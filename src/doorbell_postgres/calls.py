@@ -147,7 +147,7 @@ def _kind(value: object) -> str:
     return "None" if value is None else f"of type {type(value).__name__}"
 
 
-def _headers(field: str, value: object) -> tuple[Headers, str]:
+def checked_headers(field: str, value: object) -> tuple[Headers, str]:
     """The headers as they are kept, and as JSON text."""
     if value is None:
         return NO_HEADERS, "{}"
@@ -169,15 +169,17 @@ def _key(field: str, value: object) -> str | None:
 _MESSAGE = "seq, sender, body, extract(epoch from created_at)::float8, nullif(headers, '{}'), idempotency_key"
 
 
-def _message(channel: str, seq: int, sender: str, body: str, created_at: float, headers: Any, key: str | None) -> Message:
+def read_message(channel: str, seq: int, sender: str, body: str, created_at: float, headers: Any, key: str | None) -> Message:
+    if isinstance(headers, str):  # the caller's connection loads jsonb as text, as Django's does
+        headers = json.loads(headers)
     return Message(channel, seq, sender, body, created_at, Headers(headers) if headers else NO_HEADERS, key)
 
 
 def _messages(rows: Rows) -> list[Message]:
-    return [_message(*row) for row in rows]
+    return [read_message(*row) for row in rows]
 
 
-def _one(rows: Rows) -> Any:
+def read_one(rows: Rows) -> Any:
     return rows[0][0]
 
 
@@ -204,14 +206,14 @@ def post(
 ) -> Call[Posted]:
     channel, sender = name("channel", channel), name("sender", sender)
     body, key = text("body", body, BODY_BYTES), _key("idempotency_key", idempotency_key)
-    kept, encoded = _headers("headers", headers)
+    kept, encoded = checked_headers("headers", headers)
 
     def read(rows: Rows) -> Posted:
         channel_id, seq, created_at, posted, armed, *original = rows[0]
         if posted:
             message = Message(channel, seq, sender, body, created_at, kept, key)
         else:
-            message = _message(channel, seq, original[0], original[1], created_at, original[2], key)
+            message = read_message(channel, seq, original[0], original[1], created_at, original[2], key)
         return Posted(message, channel_id, armed)
 
     return Call(
@@ -244,7 +246,7 @@ def post_many(
         draft = item if isinstance(item, Draft) else Draft(item)
         bodies.append(text(f"messages[{i}]: body", draft.body, BODY_BYTES))
         keys.append(_key(f"messages[{i}]: idempotency_key", draft.idempotency_key))
-        own, as_json = _headers(f"messages[{i}]: headers", draft.headers)
+        own, as_json = checked_headers(f"messages[{i}]: headers", draft.headers)
         kept.append(own)
         encoded.append(as_json)
 
@@ -254,7 +256,7 @@ def post_many(
             if posted:
                 message = Message(channel, seq, sender, body, created_at, own, key)
             else:
-                message = _message(channel, seq, original[0], original[1], created_at, original[2], key)
+                message = read_message(channel, seq, original[0], original[1], created_at, original[2], key)
             result.append(Posted(message, channel_id, armed))
         return result
 
@@ -299,7 +301,7 @@ def unsubscribe(handle: str, channel: str) -> Call[bool]:
     return Call(
         "select doorbell.unsubscribe(%s::text, %s::text)",
         (name("handle", handle), name("channel", channel)),
-        _one,
+        read_one,
         repeatable=False,
     )
 
@@ -330,7 +332,7 @@ def ack(handle: str, channel: str, up_to: int, time_of: Callable[[str, int], flo
     return Call(
         "select doorbell.ack(%s::text, %s::text, %s::bigint, to_timestamp(%s::float8))",
         (handle, channel, up_to, time_of(channel, up_to)),
-        _one,
+        read_one,
     )
 
 
@@ -371,12 +373,12 @@ def messages_after(channel: str, after_seq: int, *, limit: int) -> Call[list[Mes
             count("after_seq", after_seq, least=0, most=MAX_BIGINT),
             count("limit", limit, least=1, most=MAX_PAGE),
         ),
-        lambda rows: [_message(channel, *row) for row in rows],
+        lambda rows: [read_message(channel, *row) for row in rows],
     )
 
 
 def head(channel: str) -> Call[int]:
-    return Call("select doorbell.head(%s::text)", (name("channel", channel),), _one)
+    return Call("select doorbell.head(%s::text)", (name("channel", channel),), read_one)
 
 
 def channels() -> Call[list[str]]:
@@ -388,7 +390,7 @@ def subscriptions(handle: str) -> Call[list[str]]:
 
 
 def acked_seq(handle: str, channel: str) -> Call[int]:
-    return Call("select doorbell.acked_seq(%s::text, %s::text)", (name("handle", handle), name("channel", channel)), _one)
+    return Call("select doorbell.acked_seq(%s::text, %s::text)", (name("handle", handle), name("channel", channel)), read_one)
 
 
 def backlog(handle: str | None) -> Call[list[Backlog]]:
@@ -434,11 +436,11 @@ def peek(questions: Sequence[Question], *, preview: int) -> Call[list[News]]:
 
 def arm(take: Sequence[int], drop: Sequence[int]) -> Call[list[int]]:
     """Channel 0 stands for all of them. The ids that were refused for the moment come back."""
-    return Call("select doorbell.arm(%s::bigint[], %s::bigint[])", (list(take), list(drop)), _one)
+    return Call("select doorbell.arm(%s::bigint[], %s::bigint[])", (list(take), list(drop)), read_one)
 
 
 def hold_session(token: int) -> Call[bool]:
-    return Call("select doorbell.hold_session(%s::bigint)", (token,), _one)
+    return Call("select doorbell.hold_session(%s::bigint)", (token,), read_one)
 
 
 # -- opening ----------------------------------------------------------------------------------------------------------

@@ -19,6 +19,12 @@ armed
     A bell is armed while its `wait` runs. Only then does it hold anything outside its own memory.
 announced
     A post is announced when a notification has told the armed bells of other processes. Delivery never depends on it.
+event
+    What a message tells of: its id (passed, or the header `event-id`), else its key in its channel, else its number there.
+turn
+    The work that one event causes for one handle. It is admitted once, however often the event is delivered.
+settled
+    A delivery is settled when its turn has finished or failed: the cursor may pass the message.
 quiet
     A channel is quiet for a handle when its cursor stands at the head: acked equals posted.
 """
@@ -33,6 +39,8 @@ from typing import Literal
 Start = Literal["head", "start"]
 Notify = Literal["coalesced", "off"]
 Reason = Literal["backlog", "post"]
+OnDuplicate = Literal["skip", "run"]
+TurnState = Literal["new", "resumed", "running", "duplicate"]
 
 
 class Headers(Mapping[str, str]):
@@ -119,3 +127,25 @@ class Backlog:
     oldest_unacked_at: datetime | None
     last_acked_at: datetime | None
     lost: int = 0
+
+
+@dataclass(frozen=True)
+class UnfinishedTurn:
+    """A turn that was admitted and has not ended: what a predecessor left, or what somebody works on (`held`).
+
+    `message` is the one that was admitted first, None when retention has removed it. To take the turn up again:
+    `bus.turn(left.handle, left.message, event_id=left.event_id)`. `attempt` counts how often somebody began; `error` is
+    what the last attempt that left by an exception said.
+    """
+
+    handle: str
+    channel: str
+    seq: int
+    message: Message | None
+    event_id: str | None
+    attempt: int
+    held: bool
+    error: str | None
+    steps: tuple[str, ...]
+    posts: int
+    admitted_at: datetime

@@ -1,0 +1,274 @@
+"""Turns, synchronously: the work that one event causes, admitted once from a log that delivers at least once.
+
+What a turn promises is what the functions of admission.sql promise; this is the thin shell over `admission`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+
+from doorbell_postgres import admission
+from doorbell_postgres.admission import Admitted, Claim
+from doorbell_postgres.contract import Message, OnDuplicate, TurnState, UnfinishedTurn
+from doorbell_postgres.errors import TurnLost
+from doorbell_postgres.listener import ListenerState
+from doorbell_postgres.store import Connection, Store
+
+log = logging.getLogger("doorbell_postgres")
+
+
+class Step:
+    """One step of a turn, inside its block: `pending` says whether it is still to be done; write through `conn`."""
+
+    def __init__(self, name: str, conn: Connection, pending: bool) -> None:
+        self.name = name
+        self.conn = conn
+        """The connection whose transaction the step's record commits with."""
+        self.pending = pending
+        """False when an earlier attempt has done it."""
+
+
+class Turn:
+    """How one event stands for one handle, and the work on it for whoever owns it. Made by `bus.admit` and `bus.turn`.
+
+    `state`: "new", "resumed" (admitted before, unfinished, nobody alive had it), "running" (somebody alive has it) or
+    "duplicate" (it has ended; `failed` and `error` tell how). Work on it only if `should_run`.
+
+    Ownership ends with `finish`, `fail`, `release`, with the bus, and with the process: killed, its turn is resumable at
+    once. `step`, `reserve`, `post` and `finish` raise TurnLost for anybody but the owner. With `conn=` a call is part of
+    that transaction: it holds when that commits, and is never retried.
+    """
+
+    def __init__(self, turns: Turns, handle: str, msg: Message, admitted: Admitted) -> None:
+        self.handle = handle
+        self.message = msg
+        self.state: TurnState = admitted.state
+        self.should_run = admitted.should_run
+        """Whether this caller is to do the work: new and resumed yes, running never, duplicate with on_duplicate="run"."""
+        self.failed = admitted.failed
+        """Whether the turn has failed."""
+        self.error = admitted.error
+        """What the last failed attempt said."""
+        self.attempt = admitted.claim.attempt
+        """How often somebody began to work on it, this time included."""
+        self.posts = admitted.posts
+        """How many messages it has posted, in all attempts."""
+        self._turns = turns
+        self._claim = admitted.claim
+        self._owned = admitted.should_run
+
+    def __repr__(self) -> str:
+        return f"<Turn of {self.handle!r} for {self.message.channel!r}#{self.message.seq}: {self.state}, attempt {self.attempt}>"
+
+    @contextmanager
+    def step(self, name: str, *, conn: Connection | None = None) -> Iterator[Step]:
+        """One step, in a transaction of its own or in the caller's: do it in the block `if step.pending:`.
+
+        Its record commits with what the block writes through `step.conn`; an exception leaves it pending. When another
+        session took the turn over meanwhile, TurnLost leaves the block and rolls that back. Keep it short: no transaction
+        should span a model call.
+        """
+        claim = self._owner()
+        if conn is not None:
+            yield from self._step(claim, name, conn)
+            return
+        with self._turns.store.transaction() as own:
+            yield from self._step(claim, name, own)
+
+    def _step(self, claim: Claim, name: str, conn: Connection) -> Iterator[Step]:
+        step = Step(name, conn, self._turns.store.run(admission.step_pending(claim, name), conn))
+        yield step
+        if step.pending and not self._turns.store.run(admission.record_step(claim, name), conn):
+            raise TurnLost(
+                f"Step {name!r} was recorded by another thread of this turn while this one worked on it; "
+                "what this one wrote is rolled back. Let one thread run a step."
+            )
+
+    def reserve(self, correlation_id: str, *, conn: Connection | None = None) -> datetime:
+        """The time, in UTC, that belongs to this correlation id: now at first, and the same ever after, in every attempt.
+
+        The one thing to remember for an event that goes elsewhere: a retry rebuilds the same bytes from it.
+        """
+        return self._turns.store.run(admission.reserve(self._owner(), correlation_id), conn)
+
+    def post(
+        self,
+        channel: str,
+        body: str,
+        *,
+        correlation_id: str,
+        headers: Mapping[str, str] | None = None,
+        idempotency_key: str | None = None,
+        conn: Connection | None = None,
+    ) -> Message:
+        """Post as the turn's handle, once for this correlation id, however often the turn is retried.
+
+        A retry gets the original message, wherever and whatever it says now: compare its body with yours to see that they
+        differ. Raises as MessageBus.post, and TurnLost.
+        """
+        store = self._turns.store
+        call = admission.post(
+            self._owner(),
+            self.handle,
+            channel,
+            body,
+            correlation_id=correlation_id,
+            headers=headers,
+            idempotency_key=idempotency_key,
+            notify=conn is not None and store.announces,
+            lock_timeout=store.lock_timeout,
+        )
+        result = store.run(call, conn)
+        self.posts = result.posts
+        if conn is None:
+            store.posted([result.posted])
+        return result.posted.message
+
+    def finish(self, *, conn: Connection | None = None) -> None:
+        """End the turn: settle its deliveries, and move the cursor over the longest unbroken run of settled messages.
+
+        A message that nobody has admitted stops the cursor. On a duplicate that is skipped, this settles its delivery. Again:
+        nothing happens; a turn that has failed stays failed.
+        """
+        if not self._owned and self.state == "duplicate":
+            self._turns.store.run(admission.settle(self.handle, self.message), conn)
+            return
+        outcome = self._turns.store.run(admission.finish(self._owner(ended=True)), conn)
+        if conn is None:
+            self._owned, self._ended = False, True
+            self.failed = outcome == "failed"
+
+    def fail(
+        self,
+        error: str | BaseException,
+        *,
+        notice_to: str | None = None,
+        notice: str | None = None,
+        conn: Connection | None = None,
+    ) -> Message | None:
+        """End the turn as failed: record the error, settle as `finish` does, and say so in `notice_to`, once.
+
+        The notice (default: the error's line) is posted only if the turn has posted nothing: it speaks only once. Returns
+        that message, or None. Terminal: the event is a duplicate from then on.
+        """
+        store = self._turns.store
+        call = admission.fail(
+            self._owner(ended=True),
+            error,
+            notice_to=notice_to,
+            notice=notice,
+            notify=conn is not None and store.announces,
+            lock_timeout=store.lock_timeout,
+        )
+        posted = store.run(call, conn)
+        if conn is None:
+            self._owned, self._ended, self.failed, self.error = False, True, True, admission.error_line(error)
+            if posted is not None:
+                store.posted([posted])
+        return None if posted is None else posted.message
+
+    def release(self, error: str | BaseException | None = None) -> None:
+        """Give the turn back unfinished: whoever is delivered the message next resumes it. Nothing when it is not owned."""
+        if self._owned:
+            self._owned = False
+            self._turns.release(self._claim, error)
+
+    _ended = False
+
+    def _owner(self, *, ended: bool = False) -> Claim:
+        if not self._owned and not (ended and self._ended):
+            raise admission.not_owned(self.state)
+        return self._claim
+
+    def leave(self, error: BaseException | None, max_attempts: int | None) -> None:
+        """What `with bus.turn(…)` does at its end."""
+        what = admission.leaving(self.state, owned=self._owned, attempt=self.attempt, max_attempts=max_attempts, error=error)
+        if what in ("finish", "settle"):
+            self.finish()
+        elif error is not None and what != "nothing":
+            try:
+                if what == "fail":
+                    self.fail(error)
+                else:
+                    self.release(error)
+            except Exception as exc:  # the error that leaves the block matters more
+                self._turns.release_later(self._claim, error)
+                admission.note(error, exc)
+
+
+class Turns:
+    """One bus's side of admission: the token that says that this session lives, and releases that could not be sent."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self._token = admission.new_token()
+        self._held: ListenerState | None = None
+        self._unsent: list[tuple[Claim, BaseException | str | None]] = []
+        self._lock = threading.Lock()
+
+    def admit(
+        self,
+        handle: str,
+        msg: Message,
+        *,
+        event_id: str | None,
+        on_duplicate: OnDuplicate,
+        conn: Connection | None = None,
+    ) -> Turn:
+        admission.checked(msg, on_duplicate)
+        self.store.check_usable()
+        self._send_unsent()
+        holder = self._token if self._hold() else 0
+        call = admission.admit(handle, msg, event_id=event_id, on_duplicate=on_duplicate, holder=holder)
+        return Turn(self, handle, msg, self.store.run(call, conn))
+
+    @contextmanager
+    def turn(
+        self, handle: str, msg: Message, *, event_id: str | None, on_duplicate: OnDuplicate, max_attempts: int | None
+    ) -> Iterator[Turn]:
+        admission.checked(msg, on_duplicate, max_attempts)
+        turn = self.admit(handle, msg, event_id=event_id, on_duplicate=on_duplicate)
+        if turn.should_run and turn.state == "resumed" and max_attempts is not None and turn.attempt > max_attempts:
+            turn.fail(admission.given_up(turn.attempt, turn.error))
+            turn.state, turn.should_run = "duplicate", False
+        try:
+            yield turn
+        except BaseException as error:
+            turn.leave(error, max_attempts)
+            raise
+        turn.leave(None, max_attempts)
+
+    def unfinished(self, handle: str) -> list[UnfinishedTurn]:
+        return self.store.run(admission.unfinished(handle))
+
+    def release(self, claim: Claim, error: str | BaseException | None) -> None:
+        self.store.run(admission.release(claim, error))
+
+    def release_later(self, claim: Claim, error: BaseException | str | None) -> None:
+        """The database is away, and this session lives: without a release the turn would read as running."""
+        with self._lock:
+            self._unsent.append((claim, error))
+
+    def _send_unsent(self) -> None:
+        while self._unsent:
+            with self._lock:
+                claim, error = self._unsent.pop(0)
+            try:
+                self.release(claim, error)
+            except Exception:
+                self.release_later(claim, error)
+                raise
+
+    def _hold(self) -> bool:
+        """Whether the token is locked. Asked again only when the listener has changed its state since: it takes the token
+        again by itself after a reconnect."""
+        listener = self.store.listener
+        if self._held is None or self._held is not listener.state:
+            held = listener.hold(self._token, max(5.0, self.store.retry_for))
+            self._held = listener.state if held else None
+            return held
+        return True
