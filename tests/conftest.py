@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 from hypothesis import HealthCheck, settings
-from psycopg.conninfo import conninfo_to_dict
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from support import APIS, Api, Processes, TestServer, choose, open_api
 
@@ -52,11 +52,17 @@ def template(server: TestServer) -> Iterator[str]:
 
 
 @pytest.fixture
-def dsn(server: TestServer, template: str) -> Iterator[str]:
-    """A migrated database for this test alone."""
+def direct_dsn(server: TestServer, template: str) -> Iterator[str]:
+    """A migrated database for this test alone, reached directly."""
     name = server.create_database(template)
     yield server.dsn(name)
     server.drop_database(name)
+
+
+@pytest.fixture
+def dsn(direct_dsn: str) -> str:
+    """A migrated database for this test alone, behind the pooler that DOORBELL_TEST_POOLER names, if any."""
+    return make_conninfo(direct_dsn, **conninfo_to_dict(os.environ.get("DOORBELL_TEST_POOLER", "")))
 
 
 @pytest.fixture
@@ -68,9 +74,9 @@ def empty_dsn(server: TestServer) -> Iterator[str]:
 
 
 @pytest.fixture
-def sql(dsn: str) -> Iterator[Callable[..., list[tuple[Any, ...]]]]:
+def sql(direct_dsn: str) -> Iterator[Callable[..., list[tuple[Any, ...]]]]:
     """`sql(query, *params)` runs a statement on this test's database, past the package, and gives its rows."""
-    with psycopg.connect(dsn, autocommit=True, application_name="test") as connection:
+    with psycopg.connect(direct_dsn, autocommit=True, application_name="test") as connection:
 
         def run(query: str, *params: Any) -> list[tuple[Any, ...]]:
             cursor = connection.execute(query, params or None)
@@ -80,12 +86,12 @@ def sql(dsn: str) -> Iterator[Callable[..., list[tuple[Any, ...]]]]:
 
 
 @pytest.fixture
-def connect(dsn: str) -> Iterator[Callable[..., psycopg.Connection[Any]]]:
+def connect(direct_dsn: str) -> Iterator[Callable[..., psycopg.Connection[Any]]]:
     """Open one more psycopg connection to this test's database, closed with the test."""
     opened: list[psycopg.Connection[Any]] = []
 
     def run(**parameters: Any) -> psycopg.Connection[Any]:
-        opened.append(psycopg.connect(dsn, **parameters))
+        opened.append(psycopg.connect(direct_dsn, **parameters))
         return opened[-1]
 
     yield run

@@ -12,7 +12,7 @@ import pytest
 from psycopg import errors
 from psycopg.types.json import Jsonb
 
-from support import TestServer
+from support import TestServer, eventually
 
 Sql = Callable[..., list[tuple[Any, ...]]]
 Connect = Callable[..., psycopg.Connection[Any]]
@@ -47,9 +47,13 @@ WRITERS = {
     "subscribe": "select doorbell.subscribe('reviewer', 'events')",
     "unsubscribe": "select doorbell.unsubscribe('worker', 'events')",
 }
-# Writes nothing, but Postgres lets it through in a read-only transaction too.
-ANNOUNCERS = {"announce": "select doorbell.announce(array[1])"}
-CALLS = READERS | WRITERS | ANNOUNCERS
+# What the session of a waiting bell calls, which is read-only: they announce, and hold advisory locks.
+SIGNALS = {
+    "announce": "select doorbell.announce(array[1])",
+    "arm": "select doorbell.arm(array[1, 0], array[2])",
+    "hold_session": "select doorbell.hold_session(7)",
+}
+CALLS = READERS | WRITERS | SIGNALS
 
 
 @pytest.fixture
@@ -264,12 +268,12 @@ def test_every_table_and_every_column_of_a_view_has_a_comment(sql: Sql) -> None:
 
 
 @pytest.mark.usefixtures("filled")
-@pytest.mark.parametrize("name", sorted(READERS))
-def test_a_reader_runs_in_a_read_only_transaction(sql: Sql, connect: Connect, name: str) -> None:
+@pytest.mark.parametrize("name", sorted(READERS | SIGNALS))
+def test_what_does_not_write_runs_in_a_read_only_transaction(sql: Sql, connect: Connect, name: str) -> None:
     with connect() as connection:
         connection.execute("set transaction read only")
-        assert connection.execute(READERS[name].encode()).fetchall()
-    assert volatility(sql)[name] in "si", "a reader is declared stable"
+        assert connection.execute(CALLS[name].encode()).fetchall()
+    assert volatility(sql)[name] in ("v" if name in SIGNALS else "si")
 
 
 @pytest.mark.usefixtures("filled")
@@ -490,20 +494,44 @@ def test_a_channel_of_another_case_or_with_a_trailing_space_is_another_channel(s
     assert len(sql("select * from doorbell.channel_names()")) == 5
 
 
-def test_notify_announces_with_the_commit_and_only_then(sql: Sql, connect: Connect) -> None:
-    listener = connect(autocommit=True)
+@pytest.mark.parametrize("key", ["of the channel", "wildcard"])
+def test_notify_announces_with_the_commit_and_only_where_a_bell_waits(sql: Sql, connect: Connect, key: str) -> None:
+    listener, poster = connect(autocommit=True), connect(autocommit=True)
     listener.execute("listen doorbell")
-    sql("select doorbell.post('events', 'quiet', 's')")
-    poster = connect()
-    poster.execute("select doorbell.post('events', 'rolled back', 's', notify => true)")
-    poster.rollback()
-    (channel_id,) = poster.execute("select channel_id from doorbell.post('events', 'loud', 's', notify => true)").fetchone()
-    poster.commit()
-    poster.execute("select doorbell.post_many('events', 's', array['a', 'b'], notify => true)")
-    poster.commit()
+    post = "select channel_id, armed from doorbell.post('events', %s, 's', notify => %s)"
+    ((channel_id, armed),) = sql(post, "nobody waits", True)
+    assert not armed
+    ((other_id, _),) = sql("select channel_id, seq from doorbell.post('elsewhere', 'b', 's')")
+
+    waits_for = channel_id if key == "of the channel" else 0
+    assert listener.execute("select doorbell.arm(array[%s], array[]::bigint[])", [waits_for]).fetchone() == ([],)
+    with poster.transaction(force_rollback=True):
+        assert poster.execute(post, ["rolled back", True]).fetchone() == (channel_id, True)
+    assert sql(post, "without notify", False) == [(channel_id, True)]
+    assert sql(post, "loud", True) == [(channel_id, True)]
+    many = "select distinct channel_id, armed from doorbell.post_many(%s, 's', array['a', 'b'], notify => true)"
+    assert sql(many, "events") == [(channel_id, True)]
+    assert sql(many, "elsewhere") == [(other_id, key == "wildcard")]
+
+    listener.execute("select doorbell.arm(array[]::bigint[], array[%s])", [waits_for])
+    assert sql(post, "nobody waits any more", True) == [(channel_id, False)]
     sql("select doorbell.announce(array[%s, 77])", channel_id)
-    heard = [n.payload for n in listener.notifies(timeout=20, stop_after=4)]
-    assert heard == [str(channel_id), str(channel_id), str(channel_id), "77"]
+    expected = [channel_id, channel_id, *([other_id] if key == "wildcard" else []), channel_id, 77]
+    heard = [n.payload for n in listener.notifies(timeout=20, stop_after=len(expected))]
+    assert heard == [str(each) for each in expected]
+    locks = "select count(*) from pg_locks as l join pg_database as d on d.oid = l.database"
+    assert sql(f"{locks} where l.locktype = 'advisory' and d.datname = current_database()") == [(0,)], "probes leave none"
+
+
+def test_a_session_token_is_held_by_one_session_until_it_ends(sql: Sql, connect: Connect) -> None:
+    hold = "select doorbell.hold_session(%s)"
+    first = connect(autocommit=True)
+    for token in (1, -1, 2**63 - 1, -(2**63)):
+        assert first.execute(hold, [token]).fetchone() == (True,)
+        assert first.execute(hold, [token]).fetchone() == (True,)
+        assert sql(hold, token) == [(False,)]
+    first.close()
+    eventually(lambda: sql(hold, 1) == [(True,)])
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from doorbell_postgres import migrate
-from support import Api, Processes, background, backends, bell_is_waiting, eventually, open_api
+from support import Api, Processes, backends, background, bell_is_waiting, eventually, open_api
 from support.cluster import Cluster
 from support.proxy import Proxy
 
@@ -27,7 +27,8 @@ NEVER = 60.0
 # The keys that sessions of this database hold. A bigint key is shown as two halves; the upper one begins with the class.
 KEYS = (
     "select l.pid, l.classid::bigint >> 24 as class, l.mode from pg_locks as l"
-    " where l.locktype = 'advisory' and l.objsubid = 1 and l.database = (select oid from pg_database where datname = current_database())"
+    " join pg_database as d on d.oid = l.database"
+    " where l.locktype = 'advisory' and l.objsubid = 1 and d.datname = current_database()"
 )
 CHANNEL, WILDCARD = 0x52, 0x53
 

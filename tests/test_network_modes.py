@@ -20,7 +20,7 @@ from psycopg.conninfo import make_conninfo
 
 from doorbell_postgres import DatabaseUnavailable, OutcomeUnknown, migrate
 from doorbell_postgres.contract import Draft
-from support import Api, Processes, background, backends, bell_is_waiting, eventually, open_api
+from support import Api, Processes, backends, background, bell_is_waiting, eventually, open_api
 from support.cluster import Cluster, Node
 from support.proxy import Proxy
 
@@ -366,11 +366,11 @@ def test_database_down_when_the_bus_opens(api: Api, node: Node) -> None:
     Opening tries once and says what is true and what to check.
     """
     node.stop()
-    seconds, error = took(lambda: pytest.raises(DatabaseUnavailable, api.MessageBus, node.dsn("doorbell")))
-    assert seconds < 6
-    assert "cannot be reached" in str(error.value)
-    assert "Check host and port" in str(error.value)
-    assert "\n" not in str(error.value)
+    began = time.monotonic()
+    with pytest.raises(DatabaseUnavailable, match=r"cannot be reached.* Check host and port") as caught:
+        api.MessageBus(node.dsn("doorbell"))
+    assert time.monotonic() - began < 6
+    assert "\n" not in str(caught.value)
     node.start()
     with api.MessageBus(node.dsn("doorbell")) as bus:
         assert bus.catch_up("worker") == []
@@ -383,9 +383,10 @@ def test_database_that_accepts_and_never_answers_when_the_bus_opens(api: Api, pr
     `connect_timeout` covers the whole handshake.
     """
     proxy.freeze_all()
-    seconds, error = took(lambda: pytest.raises(DatabaseUnavailable, lambda: api.MessageBus(proxy.dsn, connect_timeout=2)))
-    assert seconds < 4
-    assert "cannot be reached" in str(error.value)
+    began = time.monotonic()
+    with pytest.raises(DatabaseUnavailable, match="cannot be reached"):
+        api.MessageBus(proxy.dsn, connect_timeout=2)
+    assert time.monotonic() - began < 4
 
 
 @pytest.mark.slow
@@ -443,11 +444,10 @@ def test_database_stays_down(api: Api, node: Node) -> None:
         bus.subscribe("worker", "events")
         bell = api.Doorbell(bus, "worker", poll_interval=POLL)
         node.stop()
-        seconds, error = took(
-            lambda: pytest.raises(DatabaseUnavailable, bus.post, "events", "b", sender="ci", idempotency_key="k")
-        )
-        assert seconds < 3.5
-        assert "cannot be reached" in str(error.value)
+        began = time.monotonic()
+        with pytest.raises(DatabaseUnavailable, match="cannot be reached"):
+            bus.post("events", "b", sender="ci", idempotency_key="k")
+        assert time.monotonic() - began < 3.5
         seconds, event = took(bell.wait, 1.5)
         assert event is None
         assert 1.4 < seconds < 2.0
@@ -508,9 +508,14 @@ def test_post_without_a_key_whose_answer_is_lost(open_bus: OpenBus, proxy: Proxy
     lost = proxy.lose_answer_to(b"one of two")
     with pytest.raises(OutcomeUnknown):
         bus.post_many("events", [Draft("one of two", "k"), "two of two"], sender="ci")
-    with pytest.raises(psycopg.OperationalError), bus.transaction() as conn:  # the caller's own, and it did not commit
-        proxy.lose_answer_to(b"in a transaction")
-        bus.post("events", "in a transaction", sender="ci", idempotency_key="tx", conn=conn)
+
+    def in_a_transaction() -> None:
+        with bus.transaction() as conn:
+            proxy.lose_answer_to(b"in a transaction")
+            bus.post("events", "in a transaction", sender="ci", idempotency_key="tx", conn=conn)
+
+    with pytest.raises(psycopg.OperationalError):  # the caller's transaction, and the caller's error: nothing is retried
+        in_a_transaction()
     assert sql("select count(*) from doorbell.message where body = 'in a transaction'") == [(0,)]
 
 

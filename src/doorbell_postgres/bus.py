@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager
 
 from doorbell_postgres import calls
 from doorbell_postgres.contract import Backlog, Draft, Message, Notify, OnDuplicate, Start, UnfinishedTurn
-from doorbell_postgres.listener import ListenerState
 from doorbell_postgres.store import Connection, Store
 from doorbell_postgres.turns import Turn, Turns
+from doorbell_postgres.watch import ListenerState
 
 
 class MessageBus:

@@ -17,8 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import psycopg
 from psycopg.abc import PQGen
@@ -26,49 +25,17 @@ from psycopg.waiting import Ready
 
 from doorbell_postgres import calls, watch, wire
 from doorbell_postgres.calls import Call
-from doorbell_postgres.errors import BusClosed, DatabaseUnavailable
-from doorbell_postgres.watch import Outcome, Watch, Watchlist
+from doorbell_postgres.watch import ListenerState, Outcome, Status, Watch, Watchlist
 
 T = TypeVar("T")
 log = logging.getLogger("doorbell_postgres")
-
-# A poll that has no answer by then is lost: with poll_interval before it and a dial behind it, a bell on a dead connection
-# rings within poll_interval + 2 s.
-PATIENCE = 1.2
-# A server that is merely slow must not be given up for ever: each late answer in a row doubles the patience up to this.
-MOST_PATIENCE = 10.0
-# A dial without an answer gets another one beside it after this time, so that one swallowed packet costs no more.
-DIAL_AGAIN = 1.0
-MOST_DIALS = 6
-# Keys of single channels that one session holds; a default server has some 12,000 locks for everybody.
-MOST_KEYS = 16
-WILDCARD = 0
-# How often a key is tried for: a probe holds it for microseconds.
-TRIES, TRY_AGAIN = 20, 0.001
-# How long the connection is kept when nobody waits: handling a message and arming again should find it there.
-LINGER = 60.0
-# A connection that flaps is reported once in this time, with its return.
-QUIET = 10.0
-
-
-@dataclass(frozen=True)
-class ListenerState:
-    """What the listener is doing: `since` is `time.monotonic()` of the last change, `reason` says why it is not listening."""
-
-    kind: Literal["idle", "listening", "polling", "reconnecting", "closed"]
-    reason: str | None
-    since: float
-
-
-class _Late(psycopg.OperationalError):
-    """The server has not answered in time: the connection is dead, or frozen, or the server is very slow."""
 
 
 class Wire(psycopg.Connection[tuple[Any, ...]]):
     """A connection whose every wait ends: when nothing has come for `patience` seconds, or when the rope is pulled."""
 
     rope: socket.socket
-    patience: float = PATIENCE
+    patience: float = watch.PATIENCE
     heard: list[bytes]
     armed: set[int]
 
@@ -84,7 +51,7 @@ class Wire(psycopg.Connection[tuple[Any, ...]]):
                     if self.rope.fileno() in got:
                         raise psycopg.OperationalError("closed while waiting")
                     if not got:
-                        raise _Late(f"no answer within {self.patience:g} s")
+                        raise wire.Late(f"no answer within {self.patience:g} s")
                     want = gen.send(Ready(got[self.pgconn.socket]))
         except StopIteration as done:
             result: T = done.value
@@ -110,16 +77,14 @@ class Listener:
         self._nudge, self._nudged = socket.socketpair()
         for end in (self._nudge, self._nudged):
             end.setblocking(False)
-        self._patience = PATIENCE
+        self._patience = watch.PATIENCE
         self._token: int | None = None
-        self._state = ListenerState("idle", None, time.monotonic())
-        self._reported = -QUIET
-        self._warned = False
+        self._status = Status(time.monotonic())
         self._pooled = False
 
     @property
     def state(self) -> ListenerState:
-        return self._state
+        return self._status.state
 
     # -- for bells ----------------------------------------------------------------------------------------------------
 
@@ -138,6 +103,7 @@ class Listener:
                 self._list.remove(watch)
                 self._fresh.discard(watch)
                 self._mailboxes.pop(watch, None)
+            self._wake()  # its key is let go now: while it is held, every post there is announced
 
     def again(self, watch: Watch, mailbox: queue.SimpleQueue[Outcome]) -> None:
         self._enter(watch, mailbox)
@@ -157,19 +123,16 @@ class Listener:
         future: Future[T] = Future()
         with self._lock:
             if self._closing:
-                raise BusClosed("The bus is closed; make a new one.")
+                raise wire.closed()
             self._jobs.append((call, future))
         self._wake()
         try:
             return future.result(timeout)
         except TimeoutError:
             future.cancel()
-            raise DatabaseUnavailable(
-                f"The database did not answer within {timeout:g} s: {self._state.reason or 'no answer yet'}. "
-                "Check that the server runs and the network lets it through."
-            ) from None
+            raise wire.unanswered(timeout, self.state.reason) from None
         except CancelledError:
-            raise BusClosed("The bus was closed meanwhile; make a new one.") from None
+            raise wire.closed_meanwhile() from None
 
     def hold(self, token: int, timeout: float) -> bool:
         """Keep an exclusive lock on the session's token for as long as this listener lives, again after each reconnect.
@@ -200,7 +163,7 @@ class Listener:
             self._jobs.clear()
             thread = self._thread
         self._pull.close()
-        self._become("closed", None)
+        self._status.become("closed", None, time.monotonic())
         if thread is None:
             self._hang_up()
         elif thread is not threading.current_thread():
@@ -238,8 +201,8 @@ class Listener:
                     break
                 if not isinstance(exc, psycopg.Error):
                     log.exception("listener failed")
-                if isinstance(exc, _Late):
-                    self._patience = min(MOST_PATIENCE, self._patience * 2)
+                if isinstance(exc, wire.Late):
+                    self._patience = min(watch.MOST_PATIENCE, self._patience * 2)
                 self._fell(exc)
                 failures += 1
                 # The first dial follows at once; then the waits grow, jittered, so that a fleet does not come back as one.
@@ -259,9 +222,9 @@ class Listener:
         next_dial = time.monotonic()
         try:
             while not self._closing:
-                if dials < MOST_DIALS and time.monotonic() >= next_dial:
+                if dials < watch.MOST_DIALS and time.monotonic() >= next_dial:
                     dials += 1
-                    next_dial = time.monotonic() + DIAL_AGAIN
+                    next_dial = time.monotonic() + watch.DIAL_AGAIN
                     threading.Thread(target=self._dial, args=(answers, over), name="doorbell-dial", daemon=True).start()
                 try:
                     answer = answers.get(timeout=0.1)
@@ -301,28 +264,18 @@ class Listener:
 
     def _became_ready(self, connection: Wire) -> None:
         """LISTEN, committed, before the first scan: what is posted after it is announced, what was before it is scanned."""
-        why_not = None
-        if not self._listen:
-            why_not = "notify is off"
-        elif wire.is_pooled(connection):
-            why_not = "a pooler in transaction mode is in between"
-        else:
+        why_not = wire.why_not_listen(connection, wanted=self._listen)
+        if why_not is None:
             try:
-                connection.execute("listen doorbell")
-            except (psycopg.errors.ReadOnlySqlTransaction, psycopg.errors.FeatureNotSupported) as exc:
+                connection.execute(wire.LISTEN)
+            except wire.LISTEN_REFUSED as exc:
                 why_not = wire.why(exc)
         with self._lock:
             self._list.wake_all(time.monotonic())
-        returned = self._state.kind == "reconnecting" and self._reported > self._state.since - QUIET
         self._pooled = wire.is_pooled(connection)
         if self._token is not None and not self._pooled:
             self._execute(connection, calls.hold_session(self._token))
-        if why_not and not self._warned and self._listen:
-            self._warned = True
-            log.warning("bells poll: notifications cannot be received (%s)", why_not)
-        elif returned and time.monotonic() - self._state.since > 0.5:
-            log.info("listener is back after %.1f s", time.monotonic() - self._state.since)
-        self._become("polling" if why_not else "listening", why_not)
+        self._log(self._status.ready(why_not, time.monotonic(), warn=self._listen))
 
     def _serve(self, connection: Wire) -> None:
         unwanted_since: float | None = None
@@ -335,11 +288,11 @@ class Listener:
                 unwanted_since = None
             else:
                 unwanted_since = unwanted_since or now
-                if now - unwanted_since >= LINGER:
-                    self._become("idle", None)
+                if now - unwanted_since >= watch.LINGER:
+                    self._status.become("idle", None, time.monotonic())
                     return
             due = self._next_due()
-            until = due if due is not None else (unwanted_since or now) + LINGER
+            until = due if due is not None else (unwanted_since or now) + watch.LINGER
             if connection.heard or connection in self._ready(max(0.0, until - now), connection):
                 self._hear(connection)
 
@@ -348,13 +301,11 @@ class Listener:
 
         Before the scan: a post whose probe came too early for the key is found by the scan or by an early poll.
         """
-        if self._state.kind != "listening":
+        if self.state.kind != "listening":
             return
         with self._lock:
-            wanted = set(self._list.channel_ids())
-        if len(wanted) > MOST_KEYS:
-            wanted = {WILDCARD}
-        for _ in range(TRIES):
+            wanted = watch.keys_for(self._list.channel_ids())
+        for _ in range(watch.TRIES):
             take, drop = wanted - connection.armed, connection.armed - wanted
             if not take and not drop:
                 return
@@ -362,7 +313,7 @@ class Listener:
             connection.armed = wanted - set(refused)
             if not refused:
                 return
-            time.sleep(TRY_AGAIN)
+            time.sleep(watch.TRY_AGAIN)
         # Not armed, then: these bells poll, and the next round tries again.
 
     def _hear(self, connection: Wire) -> None:
@@ -393,7 +344,8 @@ class Listener:
                 raise
             self._deliver_to_all(wire.translate(exc, calls.hello()))
             return
-        self._patience = connection.patience = PATIENCE
+        self._patience = connection.patience = watch.PATIENCE
+        self._status.scanned = time.monotonic()
         rang = False
         with self._lock:
             for each, own in zip(watches, watch.answer(watches, news), strict=True):
@@ -483,15 +435,9 @@ class Listener:
             selector.select(timeout)
 
     def _fell(self, exc: Exception) -> None:
-        reason, now = wire.why(exc), time.monotonic()
-        if self._state.kind != "reconnecting":
-            if now - self._reported > QUIET:
-                self._reported = now
-                log.warning("listener lost its connection, bells look again after reconnecting (%s)", reason)
-            self._become("reconnecting", reason)
-        else:
-            self._state = ListenerState("reconnecting", reason, self._state.since)
+        self._log(self._status.fell(wire.why(exc), time.monotonic()))
 
-    def _become(self, kind: Literal["idle", "listening", "polling", "reconnecting", "closed"], reason: str | None) -> None:
-        if self._state.kind not in (kind, "closed"):
-            self._state = ListenerState(kind, reason, time.monotonic())
+    @staticmethod
+    def _log(line: tuple[int, str] | None) -> None:
+        if line is not None:
+            log.log(*line)

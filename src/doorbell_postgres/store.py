@@ -19,7 +19,6 @@ from doorbell_postgres import calls, throwaway, wire
 from doorbell_postgres import migrate as migration
 from doorbell_postgres.calls import Call, Posted, ReadTimes
 from doorbell_postgres.contract import Backlog, Draft, Message, Notify, Start
-from doorbell_postgres.errors import BusClosed, ForkedBus, InvalidInput
 from doorbell_postgres.listener import Listener
 from doorbell_postgres.notifier import Notifier
 
@@ -27,8 +26,16 @@ T = TypeVar("T")
 Connection = psycopg.Connection[Any]
 log = logging.getLogger("doorbell_postgres")
 
-# One try to get a connection; the next one may find the server back.
-POOL_PATIENCE = 3.0
+
+POOL = "doorbell"
+
+
+def _not_ours(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.args, tuple) and POOL in record.args)
+
+
+# The pool logs every dial that fails, on a logger of its own. Whoever asked for the connection gets the reason instead.
+logging.getLogger("psycopg.pool").addFilter(_not_ours)
 
 
 class _Dialer:
@@ -70,41 +77,39 @@ class Store:
         retry_for: float = 30,
         lock_timeout: float = 5,
     ) -> None:
-        if notify not in ("coalesced", "off"):
-            raise InvalidInput(f"notify is {notify!r}; it must be 'coalesced' or 'off'.")
         self._pid = os.getpid()
         self._closed = False
-        self.retry_for = calls.seconds("retry_for", retry_for, zero=True)
-        self.lock_timeout = calls.seconds("lock_timeout", lock_timeout)
-        self.announces = notify != "off"
-        calls.count("max_size", max_size, least=1, most=10_000)
-        calls.seconds("connect_timeout", connect_timeout)
-
-        dsn = wire.resolve(dsn)
-        if dsn == wire.MEMORY:
-            log.warning(
-                "':memory:' is a throwaway Postgres of this process: no other host or process sees it, "
-                "and it ends with the process"
-            )
-            dsn, migrate = throwaway.shared().create_database(), True
-        options = wire.dial_options(dsn, application_name=application_name, connect_timeout=connect_timeout)
-        self._check_opening(dsn, options, migrate=migrate)
+        settings = wire.settings(
+            dsn,
+            migrate=migrate,
+            notify=notify,
+            max_size=max_size,
+            application_name=application_name,
+            connect_timeout=connect_timeout,
+            retry_for=retry_for,
+            lock_timeout=lock_timeout,
+        )
+        self.retry_for, self.lock_timeout = settings.retry_for, settings.lock_timeout
+        self.announces = settings.announces
+        if settings.dsn == wire.MEMORY:
+            log.warning(wire.MEMORY_WARNING)
+            settings = settings.on(throwaway.shared().create_database())
+        self._check_opening(settings)
 
         self._dialer = _Dialer()
         self._pool: ConnectionPool[Connection] = ConnectionPool(
-            dsn,
+            settings.dsn,
             connection_class=self._dialer,  # type: ignore[arg-type]
-            kwargs={**options, "autocommit": True},
+            kwargs={**settings.options, "autocommit": True},
             min_size=0,
-            max_size=max_size,
+            max_size=settings.max_size,
             open=True,
-            # Short: who asks for a connection asks again, and an outage must not leave the pool in a long back-off.
-            reconnect_timeout=1.0,
+            reconnect_timeout=wire.POOL_RECONNECT,
             configure=_configure,
             check=_check,
-            name="doorbell",
+            name=POOL,
         )
-        self.listener = Listener(dsn, options, listen=self.announces, on_news=self._notify_activity)
+        self.listener = Listener(settings.dsn, settings.options, listen=self.announces, on_news=self._notify_activity)
         self._notifier = Notifier(lambda channel_ids: self._once(calls.announce(channel_ids), timeout=1.0))
         self.activity = threading.Condition()
         self._read = ReadTimes()
@@ -268,9 +273,9 @@ class Store:
     @contextmanager
     def _connection(self, timeout: float) -> Iterator[Connection]:
         try:
-            connection = self._pool.getconn(timeout=min(max(0.01, timeout), POOL_PATIENCE))
+            connection = self._pool.getconn(timeout=min(max(0.01, timeout), wire.POOL_PATIENCE))
         except PoolClosed:
-            raise BusClosed("The bus was closed meanwhile; make a new one.") from None
+            raise wire.closed_meanwhile() from None
         except PoolTimeout as exc:
             raise self._dialer.refusal or exc from None
         try:
@@ -284,12 +289,12 @@ class Store:
 
     def check_fork(self) -> None:
         if self._pid != os.getpid():
-            raise ForkedBus("This bus was made before fork(): its connections belong to the parent. Make a new bus in the child.")
+            raise wire.forked()
 
     def check_usable(self) -> None:
         self.check_fork()
         if self._closed:
-            raise BusClosed("The bus is closed; make a new one.")
+            raise wire.closed()
 
     def posted(self, posted: list[Posted]) -> None:
         """After the commit: tell the bells of this process directly and, where one may wait elsewhere, the notifier."""
@@ -305,11 +310,11 @@ class Store:
             self.activity.notify_all()
 
     @staticmethod
-    def _check_opening(dsn: str, options: dict[str, Any], *, migrate: bool) -> None:
+    def _check_opening(settings: wire.Settings) -> None:
         try:
-            if migrate:
-                migration.upgrade(dsn)
-            with psycopg.connect(dsn, autocommit=True, **options) as connection:
+            if settings.migrate:
+                migration.upgrade(settings.dsn)
+            with psycopg.connect(settings.dsn, autocommit=True, **settings.options) as connection:
                 connection.prepare_threshold = None
                 call = calls.hello()
                 try:

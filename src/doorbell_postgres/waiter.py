@@ -10,13 +10,7 @@ from collections.abc import Callable
 from doorbell_postgres import calls
 from doorbell_postgres.bus import MessageBus
 from doorbell_postgres.contract import Message, WakeEvent
-from doorbell_postgres.errors import LogRewound
-from doorbell_postgres.watch import PREVIEW, Candidate, Outcome, Watch
-
-# A wait whose deadline has come still gives its first scan this long: wait(0) is one look, not none.
-GRACE = 0.4
-# Bodies that `match` wants to see are fetched in pages of this many.
-MATCH_PAGE = 20
+from doorbell_postgres.watch import GRACE, LONGEST, MATCH_PAGE, PREVIEW, Candidate, Outcome, Watch, rewound
 
 
 class Doorbell:
@@ -86,12 +80,17 @@ class Doorbell:
             while True:
                 left = deadline - time.monotonic()
                 try:
-                    outcome = mailbox.get(timeout=max(left, 0.0 if looked else GRACE, 0.0))
+                    outcome = mailbox.get(timeout=min(max(left, 0.0 if looked else GRACE, 0.0), LONGEST))
                 except queue.Empty:
+                    if left > LONGEST:
+                        continue
                     return None
                 looked = True
                 if isinstance(outcome, Candidate):
-                    event = outcome.event() if self._match is None else self._first_match(outcome, self._match, deadline)
+                    if self._match is None:
+                        self._watch.passed(outcome)
+                        return outcome.event()
+                    event = self._first_match(outcome, self._match, deadline)
                     if event is not None:
                         return event
                     if self.closed:
@@ -111,19 +110,16 @@ class Doorbell:
             left = max(GRACE, deadline - time.monotonic())
             page = self._bus.store.listener.run(calls.messages_after(first.channel, after, limit=MATCH_PAGE), left)
             for message in page:
-                candidate = self._watch.advance(message)
+                self._watch.passed(message)
                 if message.sender != self._watch.handle and match(message):
-                    return candidate.event()
+                    return self._watch.candidate(message).event()
             if len(page) < MATCH_PAGE or time.monotonic() >= deadline or self.closed:
                 return None
             after = page[-1].seq
 
     def _start_over(self) -> None:
         self._watch.reset(self._bus.store.peek(self._floors))
-        raise LogRewound(
-            "The log is older than what this bell has seen: a restore or a failover has lost its end, and other messages may "
-            "carry the lost numbers. The bell has started over from the cursors. Catch up again, then wait."
-        )
+        raise rewound()
 
     def close(self) -> None:
         """End a running `wait` with None, and every later one at once. A second call does nothing."""

@@ -9,13 +9,39 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from logging import INFO, WARNING
 from typing import Literal, TypeAlias
 
 from doorbell_postgres.calls import Floor, News, Question
 from doorbell_postgres.contract import Message, Reason, WakeEvent
-from doorbell_postgres.errors import HistoryPruned
+from doorbell_postgres.errors import HistoryPruned, LogRewound
 from doorbell_postgres.wakeline import FIELD_LEN, line, sanitize
+
+# A wait whose deadline has come still gives its first scan this long: wait(0) is one look, not none.
+GRACE = 0.4
+# One sleep of a wait without an end: what the platform's clocks can take.
+LONGEST = 86_400.0
+# Bodies that `match` wants to see are fetched in pages of this many.
+MATCH_PAGE = 20
+
+# A poll that has no answer by then is lost: with poll_interval before it and a dial behind it, a bell on a dead connection
+# rings within poll_interval + 2 s.
+PATIENCE = 1.2
+# A server that is merely slow must not be given up for ever: each late answer in a row doubles the patience up to this.
+MOST_PATIENCE = 10.0
+# A dial without an answer gets another one beside it after this time, so that one swallowed packet costs no more.
+DIAL_AGAIN = 1.0
+MOST_DIALS = 6
+# Keys of single channels that one session holds; a default server has some 12,000 locks for everybody.
+MOST_KEYS = 16
+WILDCARD = 0
+# How often a key is tried for: a probe holds it for microseconds.
+TRIES, TRY_AGAIN = 20, 0.001
+# How long the connection is kept when nobody waits: handling a message and arming again should find it there.
+LINGER = 60.0
+# A connection that flaps is reported once in this time, with its return.
+QUIET = 10.0
 
 # Characters of a body that a wake line is made from. More than it shows, since escapes and controls vanish.
 PREVIEW = 4_096
@@ -75,7 +101,11 @@ class Watch:
         return [Question(self.handle, p.channel_id, p.seq, p.created_at) for p in self._positions]
 
     def settle(self, news: Sequence[News]) -> Candidate | HistoryPruned | Literal["rewound"] | None:
-        """Take the answers to `questions()`, numbered in their order; move the floors past what was looked at."""
+        """Take the answers to `questions()`, numbered in their order; move the floors past own posts.
+
+        The floor stays before a candidate until the bell says `passed`: a wait that ended while the answer was on its way
+        has not rung for it, and the next one must.
+        """
         for item in news:
             if item.lost_to is not None:
                 return history_pruned(self.handle, self._positions[item.question].channel, item.lost_from, item.lost_to)
@@ -87,18 +117,26 @@ class Watch:
                 position.seq, position.created_at = item.head, item.created_at
                 continue
             assert item.created_at is not None
-            position.seq, position.created_at = item.seq, item.created_at
-            return Candidate(position.channel, item.seq, item.sender, item.preview, item.created_at, self._reason(position))
+            reason = self._reason(position, item.seq)
+            return Candidate(position.channel, item.seq, item.sender, item.preview, item.created_at, reason)
         return None
 
-    def advance(self, message: Message) -> Candidate:
-        """Look past `message`, which the bell itself has read, and say how it would ring."""
-        position = next(p for p in self._positions if p.channel == message.channel)
-        position.seq, position.created_at = message.seq, message.created_at
-        return Candidate(message.channel, message.seq, message.sender, message.body, message.created_at, self._reason(position))
+    def candidate(self, message: Message) -> Candidate:
+        """How `message`, which the bell itself has read, would ring."""
+        reason = self._reason(self._position(message.channel), message.seq)
+        return Candidate(message.channel, message.seq, message.sender, message.body, message.created_at, reason)
 
-    def _reason(self, position: _Position) -> Reason:
-        return "backlog" if position.seq <= position.head_at_start else "post"
+    def passed(self, looked_at: Candidate | Message) -> None:
+        """Look behind this one from now on, whether it rang or not."""
+        position = self._position(looked_at.channel)
+        position.seq, position.created_at = looked_at.seq, looked_at.created_at
+
+    def _position(self, channel: str) -> _Position:
+        return next(p for p in self._positions if p.channel == channel)
+
+    @staticmethod
+    def _reason(position: _Position, seq: int) -> Reason:
+        return "backlog" if seq <= position.head_at_start else "post"
 
 
 # After joining a watch is looked at again this soon, then at twice the distance each time up to its poll_interval: a post
@@ -207,6 +245,76 @@ def refused_for_good(sqlstate: str | None) -> bool:
     Permission (42), schema (3F, 42), our own errors (RB): waiting longer cannot help.
     """
     return sqlstate is not None and sqlstate[:2] in {"42", "3F", "RB", "0A"}
+
+
+def keys_for(channel_ids: Iterable[int]) -> set[int]:
+    """The channels whose keys a session holds while these are waited on: the wildcard alone when they are many."""
+    keys = set(channel_ids)
+    return keys if len(keys) <= MOST_KEYS else {WILDCARD}
+
+
+def rewound() -> LogRewound:
+    return LogRewound(
+        "The log is older than what this bell has seen: a restore or a failover has lost its end, and other messages may "
+        "carry the lost numbers. The bell has started over from the cursors. Catch up again, then wait."
+    )
+
+
+Doing: TypeAlias = Literal["idle", "listening", "polling", "reconnecting", "closed"]
+
+
+@dataclass(frozen=True)
+class ListenerState:
+    """What the listener is doing: `since` is `time.monotonic()` of the last change, `reason` says why it is not listening.
+
+    `scanned` is that clock when the database last answered a scan for bells; None before the first.
+    """
+
+    kind: Doing
+    reason: str | None
+    since: float
+    scanned: float | None = None
+
+
+class Status:
+    """A listener's state, and which of its changes are worth a line in the log: one per change, none per retry."""
+
+    def __init__(self, now: float) -> None:
+        self._state = ListenerState("idle", None, now)
+        self.scanned: float | None = None  # apart from the rest: the thread that scans sets it, others may set the state
+        self._reported = -QUIET
+        self._warned = False
+
+    @property
+    def state(self) -> ListenerState:
+        return replace(self._state, scanned=self.scanned)
+
+    def become(self, kind: Doing, reason: str | None, now: float) -> None:
+        if self.state.kind not in (kind, "closed"):
+            self._state = ListenerState(kind, reason, now)
+
+    def ready(self, why_not: str | None, now: float, *, warn: bool) -> tuple[int, str] | None:
+        """Connected, and listening unless there is a reason why not: level and text of what to log. `warn` is for reasons
+        that nobody has asked for; they are said once."""
+        before, line = self.state, None
+        if why_not and warn and not self._warned:
+            self._warned = True
+            line = WARNING, f"bells poll: notifications cannot be received ({why_not})"
+        elif before.kind == "reconnecting" and self._reported > before.since - QUIET and now - before.since > 0.5:
+            line = INFO, f"listener is back after {now - before.since:.1f} s"
+        self.become("polling" if why_not else "listening", why_not, now)
+        return line
+
+    def fell(self, reason: str, now: float) -> tuple[int, str] | None:
+        """The connection is gone, or could not be made: level and text of what to log."""
+        if self.state.kind == "reconnecting":
+            self._state = ListenerState("reconnecting", reason, self.state.since)
+            return None
+        self.become("reconnecting", reason, now)
+        if now - self._reported <= QUIET:
+            return None
+        self._reported = now
+        return WARNING, f"listener lost its connection, bells look again after reconnecting ({reason})"
 
 
 # What a waiting bell finds in its mailbox.

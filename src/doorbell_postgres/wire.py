@@ -10,14 +10,17 @@ import random
 import re
 import sys
 import time
+from dataclasses import dataclass, replace
 from typing import Any, LiteralString, TypeAlias
 
 from doorbell_postgres import calls, errors
 from doorbell_postgres.calls import Call
 from doorbell_postgres.errors import (
+    BusClosed,
     ChannelBusy,
     DatabaseUnavailable,
     DoorbellError,
+    ForkedBus,
     InvalidInput,
     OutcomeUnknown,
     SchemaMismatch,
@@ -46,6 +49,11 @@ KEEPALIVE = {
     "tcp_user_timeout": 25_000,
 }
 
+# One try to get a connection from the pool; the next one may find the server back.
+POOL_PATIENCE = 3.0
+# Short: who asks for a connection asks again, and an outage must not leave the pool in a long back-off.
+POOL_RECONNECT = 1.0
+
 # Executions after which a statement is prepared; a process that sends one message never pays for it.
 PREPARE_AFTER = 2
 
@@ -72,6 +80,67 @@ def set_up(connection: _AnyConnection, answer: tuple[Any, ...] | None) -> None:
 
 def is_pooled(connection: _AnyConnection) -> bool:
     return connection.prepare_threshold is None
+
+
+LISTEN: LiteralString = "listen doorbell"
+LISTEN_REFUSED = (psycopg.errors.ReadOnlySqlTransaction, psycopg.errors.FeatureNotSupported)
+
+
+def why_not_listen(connection: _AnyConnection, *, wanted: bool) -> str | None:
+    """Why a listener does not even try to LISTEN on this connection."""
+    if not wanted:
+        return "notify is off"
+    return "a pooler in transaction mode is in between" if is_pooled(connection) else None
+
+
+class Late(psycopg.OperationalError):
+    """The server has not answered in time: the connection is dead, or frozen, or the server is very slow."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user of a bus or store has asked for, checked. See Store for the meaning of each."""
+
+    dsn: str
+    options: dict[str, Any]
+    migrate: bool
+    announces: bool
+    max_size: int
+    retry_for: float
+    lock_timeout: float
+
+    def on(self, dsn: str) -> Settings:
+        """The same on the throwaway server that now exists for ":memory:"; it always needs migrating."""
+        return replace(self, dsn=dsn, migrate=True)
+
+
+def settings(
+    dsn: object,
+    *,
+    migrate: bool,
+    notify: str,
+    max_size: int,
+    application_name: str | None,
+    connect_timeout: float,
+    retry_for: float,
+    lock_timeout: float,
+) -> Settings:
+    """Check all of them, before anything is dialled. Raises InvalidInput."""
+    if notify not in ("coalesced", "off"):
+        raise InvalidInput(f"notify is {notify!r}; it must be 'coalesced' or 'off'.")
+    retry_for = calls.seconds("retry_for", retry_for, zero=True)
+    lock_timeout = calls.seconds("lock_timeout", lock_timeout)
+    max_size = calls.count("max_size", max_size, least=1, most=10_000)
+    connect_timeout = calls.seconds("connect_timeout", connect_timeout)
+    dsn = resolve(dsn)
+    given = "" if dsn == MEMORY else dsn
+    options = dial_options(given, application_name=application_name, connect_timeout=connect_timeout)
+    return Settings(dsn, options, migrate, notify != "off", max_size, retry_for, lock_timeout)
+
+
+MEMORY_WARNING = (
+    "':memory:' is a throwaway Postgres of this process: no other host or process sees it, and it ends with the process"
+)
 
 
 def dial_options(dsn: str, *, application_name: str | None, connect_timeout: float) -> dict[str, Any]:
@@ -219,6 +288,25 @@ class Attempts:
 def spoils_connection(exc: psycopg.Error) -> bool:
     """Whether the connection leads to the wrong server: one that turned read-only is no primary any more."""
     return isinstance(exc, psycopg.errors.ReadOnlySqlTransaction)
+
+
+def closed() -> BusClosed:
+    return BusClosed("The bus is closed; make a new one.")
+
+
+def closed_meanwhile() -> BusClosed:
+    return BusClosed("The bus was closed meanwhile; make a new one.")
+
+
+def forked() -> ForkedBus:
+    return ForkedBus("This bus was made before fork(): its connections belong to the parent. Make a new bus in the child.")
+
+
+def unanswered(timeout: float, reason: str | None) -> DatabaseUnavailable:
+    return DatabaseUnavailable(
+        f"The database did not answer within {timeout:g} s: {reason or 'no answer yet'}. "
+        "Check that the server runs and the network lets it through."
+    )
 
 
 def refuse_foreign(conn: object, expected: type) -> None:

@@ -1,43 +1,124 @@
-"""The command `doorbell`. Exit codes: 0 done, 1 refused (one line on stderr), 2 usage or no DSN, 4 unreachable."""
+"""What all commands share: how they end, how they are given a database, and what they take for a number of seconds.
+
+Exit codes: 0 done, 1 refused (one line on stderr), 2 usage or no DSN, 3 idle timeout, 4 unreachable; 130 Ctrl-C,
+143 SIGTERM and 141 when nobody reads the output any more: at once and quietly. A command returns its code; None is 0.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import click
 import psycopg
 
-from doorbell_postgres import __version__, wire
-from doorbell_postgres.errors import DatabaseUnavailable, DoorbellError
+from doorbell_postgres import __version__, calls, wire
+from doorbell_postgres.cli import output
+from doorbell_postgres.errors import DatabaseUnavailable, DoorbellError, InvalidInput
+from doorbell_postgres.wakeline import sanitize
 
-REFUSED, USAGE, UNREACHABLE = 1, 2, 4
+F = TypeVar("F", bound=Callable[..., Any])
+
+DONE, REFUSED, USAGE, IDLE, UNREACHABLE = 0, 1, 2, 3, 4
+INTERRUPTED, UNREAD, TERMINATED = 130, 141, 143
+
+MOST_SECONDS = 10_000_000.0
 
 
-class _Group(click.Group):
-    """Turns what a command raises into one line on stderr and its exit code."""
+class _Doorbell(click.Group):
+    """Turns whatever a command ends with into at most one line on stderr and an exit code."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _leave_on_signals()  # of a process of its own, so not where `main.main` is called
+        return self.main(*args, **kwargs)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        def run() -> Any:
+            return super(_Doorbell, self).main(args, prog_name, complete_var, standalone_mode=False, **extra)
+
+        return sys.exit(_ended(run)) if standalone_mode else run()
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
-            return super().invoke(ctx)
-        except DatabaseUnavailable as exc:
-            _fail(exc, UNREACHABLE)
-        except DoorbellError as exc:
-            _fail(exc, REFUSED)
-        except psycopg.Error as exc:  # what the server said of it, such as a permission that is missing
-            _fail(wire.why(exc), REFUSED)
+            code = super().invoke(ctx)
+            output.flush()  # done is what has been written
+            return code
+        except BrokenPipeError:  # here, since click would end with 1
+            output.forget()
+            return UNREAD
 
 
-def _fail(exc: Exception | str, code: int) -> NoReturn:
-    click.echo(f"doorbell: {exc}", err=True)
-    sys.exit(code)
+def _ended(run: Callable[[], Any]) -> int:
+    try:
+        code = run()
+        return code if isinstance(code, int) else DONE
+    except click.UsageError as exc:
+        if exc.ctx is not None:
+            click.echo(exc.ctx.get_usage(), err=True)
+        return complain(f"{exc.format_message()} Help: {exc.ctx.command_path if exc.ctx else 'doorbell'} --help", USAGE)
+    except click.ClickException as exc:
+        return complain(exc.format_message(), exc.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return INTERRUPTED
+    except DatabaseUnavailable as exc:
+        return complain(str(exc), UNREACHABLE)
+    except DoorbellError as exc:
+        return complain(str(exc), REFUSED)
+    except psycopg.Error as exc:  # what the server said of it, such as a permission that is missing
+        return complain(wire.why(exc), REFUSED)
+    except OSError as exc:  # a full disk behind stdout, say
+        output.forget()
+        return complain(f"Input or output failed: {exc.strerror or exc}.", REFUSED)
 
 
-def _dsn(given: str | None) -> str:
+def complain(text: str, code: int) -> int:
+    """One printable line on stderr; returns the code."""
+    with contextlib.suppress(OSError):  # nobody reads stderr: the code says it too
+        click.echo(f"doorbell: {sanitize(text, max_len=1_000)}", err=True)
+    return code
+
+
+def _leave_on_signals() -> None:
+    def leave(number: int, _: object) -> None:
+        # Nothing to tidy up: what a command holds goes with its connection, and an exception would have to pass through
+        # whatever is running just now.
+        os._exit(128 + number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl-C, and so do we
+            signal.signal(number, leave)
+
+
+def seconds_option(name: str, *, default: float, zero: bool = False, help: str) -> Callable[[F], F]:
+    """An option that is a number of seconds; bounded, because what waits here is to end."""
+
+    def check(_: click.Context, __: click.Parameter, value: float) -> float:
+        try:
+            calls.seconds("the value", value, zero=zero)
+        except InvalidInput as exc:
+            raise click.BadParameter(str(exc)) from None
+        if value > MOST_SECONDS:
+            raise click.BadParameter(f"the value is {value:g} s; at most {MOST_SECONDS:,.0f} s are allowed.")
+        return value
+
+    return click.option(name, type=float, callback=check, default=default, show_default=True, metavar="SECONDS", help=help)
+
+
+def dsn_of(given: str | None) -> str:
     """The command never starts a throwaway server: what it would read or write there nobody else could see."""
     dsn = given or os.environ.get("DOORBELL_DSN")
-    if not dsn or dsn == ":memory:":
+    if not dsn or dsn == wire.MEMORY:
         raise click.UsageError(
             "no database given. Pass --dsn, or set DOORBELL_DSN: postgresql://user@host:5432/dbname or 'host=… dbname=…'."
         )
@@ -45,31 +126,30 @@ def _dsn(given: str | None) -> str:
 
 
 dsn_option = click.option("--dsn", metavar="DSN", help="The database; default: the environment's DOORBELL_DSN.")
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object per line, in UTF-8.")
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=_Doorbell,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog=(
+        "Exit codes: 0 done, 1 refused, 2 usage or no database given, 3 idle timeout, 4 database unreachable, "
+        "130 Ctrl-C, 143 SIGTERM, 141 output not read to its end."
+    ),
+)
 @click.version_option(__version__, prog_name="doorbell")
-def main() -> None:
-    """Durable message delivery for crash-prone agent sessions, on Postgres."""
+@click.pass_context
+def main(ctx: click.Context) -> int | None:
+    """Durable message delivery for crash-prone agent sessions, on Postgres.
 
+    The database is named by --dsn or DOORBELL_DSN.
 
-@main.command()
-@dsn_option
-@click.option("--sql", "as_sql", is_flag=True, help="Print the migration of an empty database as SQL, and do nothing.")
-@click.option("--check", is_flag=True, help="Only say where the database stands; exit 1 when it is not ready.")
-def migrate(dsn: str | None, as_sql: bool, check: bool) -> None:
-    """Bring the database to this version's schema. Safe from many hosts at once; again, it changes nothing.
-
-    Example: doorbell migrate --dsn postgresql://localhost/team
+    \b
+    Example: doorbell subscribe worker events
+             doorbell wait worker && doorbell catch-up worker
     """
-    from doorbell_postgres import migrate as migration
-
-    if as_sql and check:
-        raise click.UsageError("--sql and --check exclude each other.")
-    if as_sql:
-        click.echo(migration.sql(), nl=False)
-        return
-    found = migration.status(_dsn(dsn)) if check else migration.upgrade(_dsn(dsn))
-    click.echo(found)
-    if not found.ready:
-        sys.exit(REFUSED)
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        return USAGE
+    return None
