@@ -340,7 +340,7 @@ def skip_pruned(handle: str, channel: str) -> Call[int]:
     return Call(
         "select doorbell.skip_pruned(%s::text, %s::text)",
         (name("handle", handle), name("channel", channel)),
-        _one,
+        read_one,
         repeatable=False,
     )
 

@@ -194,7 +194,7 @@ class Store:
 
     def skip_pruned(self, handle: str, channel: str, *, conn: Connection | None = None) -> int:
         """Give up what retention has removed unread; see MessageBus.skip_pruned."""
-        return self._run(calls.skip_pruned(handle, channel), conn)
+        return self.run(calls.skip_pruned(handle, channel), conn)
 
     def page(self, handle: str, after: tuple[str, int] | None, *, page_size: int, max_bytes: int | None = None) -> list[Message]:
         """One page of what the handle has not acked, behind the position `after`; [] is the head of all channels."""

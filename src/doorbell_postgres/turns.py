@@ -15,8 +15,8 @@ from doorbell_postgres import admission
 from doorbell_postgres.admission import Admitted, Claim
 from doorbell_postgres.contract import Message, OnDuplicate, TurnState, UnfinishedTurn
 from doorbell_postgres.errors import TurnLost
-from doorbell_postgres.listener import ListenerState
 from doorbell_postgres.store import Connection, Store
+from doorbell_postgres.watch import ListenerState
 
 log = logging.getLogger("doorbell_postgres")
 
