@@ -85,7 +85,7 @@ def _version(number: int) -> Check:
         return Check(
             "server version",
             "warning",
-            f"Postgres {major}.{minor} has known faults in LISTEN and NOTIFY: notifications may be lost. Bells poll all the same.",
+            f"Postgres {major}.{minor} has known faults in LISTEN and NOTIFY: they may be lost. Bells poll all the same.",
             f"Install the minor release {major}.{fixed} or newer.",
         )
     return Check("server version", "ok", f"Postgres {major}.{minor}")

@@ -258,7 +258,7 @@ def prune_plan(
             duration("keep_keys", keep_keys),
             force,
         ),
-        lambda rows: [Plan(*row[:6], tuple(row[6])) for row in rows],
+        lambda rows: [Plan(row[0], row[1], row[2], row[3], row[4], row[5], tuple(row[6])) for row in rows],
     )
 
 
@@ -274,7 +274,8 @@ def prune(
     """One batch. Again while `more`."""
 
     def read(rows: Rows) -> Pruned:
-        return Pruned(*rows[0][:7], tuple(rows[0][7]))
+        row = rows[0]
+        return Pruned(row[0], row[1], row[2], row[3], row[4], row[5], row[6], tuple(row[7]))
 
     return Call(
         "select channel, removed, up_to, more, held_by, held_at, held_because, coalesce(lost_by, '{}')"

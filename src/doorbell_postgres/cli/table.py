@@ -73,7 +73,7 @@ def drawn(renderable: Any, width: int) -> list[str]:
 
     paper = io.StringIO()
     Console(file=paper, width=width, color_system=None, force_terminal=False, legacy_windows=False).print(renderable)
-    return [line.rstrip() for line in paper.getvalue().splitlines()]
+    return [line.rstrip() for line in paper.getvalue().strip("\n").splitlines()]
 
 
 def cell(value: object, *, raw: bool = False) -> str:
