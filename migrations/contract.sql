@@ -687,10 +687,10 @@ $$;
 -- For each watch (a handle at a floor on a channel) that has something to look at: the head, and the first message behind
 -- the floor that is not the handle's own. One statement for all the bells of a process.
 --
--- Promise: no row for a watch whose floor is the head. seq is null when all that is new is the handle's own. preview holds at
---   most the first preview_len characters of the body. rewound says that the floor is beyond the head, or that another
---   message than the one at floor_at carries its number. lost_from and lost_to are the range that retention was forced
---   past before the handle had acked it, whatever the floor; null where none was.
+-- Promise: no row for a watch whose floor is the head. seq is null when all that is new is the handle's own; created_at is
+--   then that of the message at the head. preview holds at most the first preview_len characters of the body. rewound says
+--   that the floor is beyond the head, or that another message than the one at floor_at carries its number. lost_from and
+--   lost_to are the range that retention was forced past before the handle had acked it, whatever the floor; else null.
 create function doorbell.peek(
   handles text[],
   channel_ids bigint[],
@@ -704,7 +704,8 @@ language plpgsql stable security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
   return query
-    select w.n, h.seq, h.seq < w.floor or f.created_at <> w.floor_at, m.seq, m.sender, left(m.body, preview_len), m.created_at,
+    select w.n, h.seq, h.seq < w.floor or f.created_at <> w.floor_at, m.seq, m.sender, left(m.body, preview_len),
+           coalesce(m.created_at, (select t.created_at from doorbell.message as t where t.channel_id = w.channel_id and t.seq = h.seq)),
            l.acked_seq + 1, l.up_to
     from unnest(handles, channel_ids, floors, floor_times) with ordinality as w (handle, channel_id, floor, floor_at, n)
     cross join lateral (select doorbell._head(w.channel_id) as seq) as h

@@ -3,6 +3,7 @@
 from doorbell_postgres.bus import MessageBus
 from doorbell_postgres.contract import Backlog, Draft, Message, UnfinishedTurn, WakeEvent
 from doorbell_postgres.errors import (
+    AccessDenied,
     AckBeyondHead,
     BusClosed,
     ChannelBusy,
@@ -17,6 +18,7 @@ from doorbell_postgres.errors import (
     SchemaMismatch,
     TurnLost,
     UnknownChannel,
+    WrongLoop,
 )
 from doorbell_postgres.store import Store
 from doorbell_postgres.turns import Step, Turn
@@ -26,6 +28,7 @@ from doorbell_postgres.wakeline import sanitize, wake_line
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccessDenied",
     "AckBeyondHead",
     "Backlog",
     "BusClosed",
@@ -50,6 +53,7 @@ __all__ = [
     "UnfinishedTurn",
     "UnknownChannel",
     "WakeEvent",
+    "WrongLoop",
     "__version__",
     "sanitize",
     "wake_line",

@@ -43,8 +43,16 @@ class ForkedBus(DoorbellError, RuntimeError):
     """A bus made before fork() was used in the child. The parent's bus is unharmed."""
 
 
+class WrongLoop(DoorbellError, RuntimeError):
+    """An async bus was used in another event loop than its first one, or in a loop that psycopg cannot run in."""
+
+
 class DatabaseUnavailable(DoorbellError, ConnectionError):
     """The database could not be reached, or went away and did not come back within `retry_for`."""
+
+
+class AccessDenied(DoorbellError, PermissionError):
+    """The role that the DSN names may not use the schema, or not this function of it."""
 
 
 class SchemaMismatch(DoorbellError):
@@ -86,6 +94,7 @@ BY_SQLSTATE: dict[str, type[DoorbellError]] = {
 SCHEMA_ABSENT = frozenset({"3F000", "42P01", "42883"})
 
 LOCK_TIMEOUT = "55P03"
+DENIED = "42501"
 
 # Read-only after a failover (25006) and the two idle-session timeouts (25P03, 25P04) come as InternalError.
 _TRANSIENT = frozenset(

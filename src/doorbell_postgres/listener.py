@@ -80,7 +80,7 @@ class Listener:
         self._patience = watch.PATIENCE
         self._token: int | None = None
         self._status = Status(time.monotonic())
-        self._pooled = False
+        self._pooled: bool | None = None
 
     @property
     def state(self) -> ListenerState:
@@ -140,7 +140,9 @@ class Listener:
         False where no session can be held, behind a pooler in transaction mode.
         """
         self._token = token
-        return self.run(calls.hold_session(token), timeout) if not self._pooled else False
+        if self._pooled is None:
+            self.run(calls.hello(), timeout)  # only a connection tells whether there is a pooler
+        return False if self._pooled else self.run(calls.hold_session(token), timeout)
 
     def announced(self, channel_ids: list[int]) -> None:
         """This process has posted there: look without waiting for the database to say so."""

@@ -12,11 +12,9 @@ import threading
 import time
 from collections.abc import Callable
 
-log = logging.getLogger("doorbell_postgres")
+from doorbell_postgres.watch import GATHER, SHARE
 
-GATHER = 0.010
-# At most this share of its time is spent on announcing, so that a slow server is not asked more than it can do.
-SHARE = 0.1
+log = logging.getLogger("doorbell_postgres")
 
 
 class Notifier:

@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import psycopg
@@ -109,9 +110,10 @@ class Store:
             check=_check,
             name=POOL,
         )
-        self.listener = Listener(settings.dsn, settings.options, listen=self.announces, on_news=self._notify_activity)
-        self._notifier = Notifier(lambda channel_ids: self._once(calls.announce(channel_ids), timeout=1.0))
         self.activity = threading.Condition()
+        # The threads of these two know nothing of this store, so that one which is dropped unclosed is collected.
+        self.listener = Listener(settings.dsn, settings.options, listen=self.announces, on_news=partial(_notify, self.activity))
+        self._notifier = Notifier(partial(_announce, self._pool))
         self._read = ReadTimes()
         self._finalizer = weakref.finalize(self, _shut, self._pid, self._notifier, self.listener, self._pool)
 
@@ -232,7 +234,7 @@ class Store:
             return
         self._closed = True
         self._finalizer()
-        self._notify_activity()
+        _notify(self.activity)
 
     def __enter__(self) -> Store:
         return self
@@ -260,10 +262,6 @@ class Store:
                     return _send(connection, call)
             except psycopg.Error as exc:
                 time.sleep(attempts.after(exc, sent=sent))
-
-    def _once(self, call: Call[T], *, timeout: float) -> T:
-        with self._connection(timeout) as connection:
-            return _send(connection, call)
 
     def peek(self, call: Call[T]) -> T:
         """Run a read on the listener's connection, where the database itself refuses writes."""
@@ -303,11 +301,7 @@ class Store:
         self.listener.announced([posted[0].channel_id])
         if self.announces and any(each.armed for each in posted):
             self._notifier.announce([posted[0].channel_id])
-        self._notify_activity()
-
-    def _notify_activity(self) -> None:
-        with self.activity:
-            self.activity.notify_all()
+        _notify(self.activity)
 
     @staticmethod
     def _check_opening(settings: wire.Settings) -> None:
@@ -321,9 +315,19 @@ class Store:
                     hello = _send(connection, call)
                 except psycopg.Error as exc:
                     raise wire.translate(exc, call) from None
-        except psycopg.Error as exc:
+        except psycopg.OperationalError as exc:
             raise wire.unreachable(exc) from None
         wire.check_hello(hello)
+
+
+def _announce(pool: ConnectionPool[Connection], channel_ids: list[int]) -> None:
+    with pool.connection(timeout=1.0) as connection:
+        _send(connection, calls.announce(channel_ids))
+
+
+def _notify(activity: threading.Condition) -> None:
+    with activity:
+        activity.notify_all()
 
 
 def _send(connection: Connection, call: Call[T]) -> T:

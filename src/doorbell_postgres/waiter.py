@@ -6,10 +6,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from doorbell_postgres import calls
 from doorbell_postgres.bus import MessageBus
 from doorbell_postgres.contract import Message, WakeEvent
+from doorbell_postgres.errors import BusClosed, DatabaseUnavailable
 from doorbell_postgres.watch import GRACE, LONGEST, MATCH_PAGE, PREVIEW, Candidate, Outcome, Watch, rewound
 
 
@@ -99,7 +101,7 @@ class Doorbell:
                 elif isinstance(outcome, Exception):
                     raise outcome
                 elif outcome == "rewound":
-                    self._start_over()
+                    self._start_over(min(LONGEST, max(GRACE, deadline - time.monotonic())))
                 elif outcome == "closed":
                     return None
 
@@ -107,8 +109,11 @@ class Doorbell:
         """The first message of the channel, from `first` on, that matches; the floor moves past each that was looked at."""
         after = first.seq - 1
         while True:
-            left = max(GRACE, deadline - time.monotonic())
-            page = self._bus.store.listener.run(calls.messages_after(first.channel, after, limit=MATCH_PAGE), left)
+            left = min(LONGEST, max(GRACE, deadline - time.monotonic()))
+            try:
+                page = self._bus.store.listener.run(calls.messages_after(first.channel, after, limit=MATCH_PAGE), left)
+            except (DatabaseUnavailable, BusClosed):
+                return None  # the deadline has come, or the end; what was not looked at rings in the next wait
             for message in page:
                 self._watch.passed(message)
                 if message.sender != self._watch.handle and match(message):
@@ -117,9 +122,10 @@ class Doorbell:
                 return None
             after = page[-1].seq
 
-    def _start_over(self) -> None:
-        self._watch.reset(self._bus.store.peek(self._floors))
-        raise rewound()
+    def _start_over(self, timeout: float) -> None:
+        with suppress(DatabaseUnavailable, BusClosed):  # the next wait notices again
+            self._watch.reset(self._bus.store.listener.run(self._floors, timeout))
+            raise rewound()
 
     def close(self) -> None:
         """End a running `wait` with None, and every later one at once. A second call does nothing."""

@@ -40,6 +40,12 @@ WILDCARD = 0
 TRIES, TRY_AGAIN = 20, 0.001
 # How long the connection is kept when nobody waits: handling a message and arming again should find it there.
 LINGER = 60.0
+# How long the keys of a wait that has ended are kept: whoever waits again at once need not take them anew.
+LET_GO = 0.02
+# Announcements that follow a first one are gathered for this long.
+GATHER = 0.010
+# At most this share of its time is spent on announcing, so that a slow server is not asked more than it can do.
+SHARE = 0.1
 # A connection that flaps is reported once in this time, with its return.
 QUIET = 10.0
 

@@ -16,6 +16,7 @@ from typing import Any, LiteralString, TypeAlias
 from doorbell_postgres import calls, errors
 from doorbell_postgres.calls import Call
 from doorbell_postgres.errors import (
+    AccessDenied,
     BusClosed,
     ChannelBusy,
     DatabaseUnavailable,
@@ -24,6 +25,7 @@ from doorbell_postgres.errors import (
     InvalidInput,
     OutcomeUnknown,
     SchemaMismatch,
+    WrongLoop,
 )
 from doorbell_postgres.wakeline import sanitize
 
@@ -243,6 +245,8 @@ def translate(exc: psycopg.Error, call: Call[Any]) -> Exception:
             f"{which} was held by another transaction for longer than lock_timeout. Nothing was written. "
             "Try again, or find the holder in pg_stat_activity: posts in a long transaction hold their channel until it ends."
         )
+    if state == errors.DENIED:
+        return AccessDenied(f"The role may not do this: {why(exc)}. Let an operator grant it the contract's functions.")
     if state in errors.SCHEMA_ABSENT:
         return unmigrated()
     return exc
@@ -300,6 +304,20 @@ def closed_meanwhile() -> BusClosed:
 
 def forked() -> ForkedBus:
     return ForkedBus("This bus was made before fork(): its connections belong to the parent. Make a new bus in the child.")
+
+
+def wrong_loop() -> WrongLoop:
+    return WrongLoop(
+        "This bus belongs to the event loop that first used it: its connections cannot be used in another. Make a new bus "
+        "in this loop, or run everything in one loop."
+    )
+
+
+def proactor_loop() -> WrongLoop:
+    return WrongLoop(
+        "psycopg cannot run in Windows' ProactorEventLoop. Use the other one: asyncio.run(main(), "
+        "loop_factory=asyncio.SelectorEventLoop), or in Python 3.11 with asyncio.Runner(loop_factory=…) as runner."
+    )
 
 
 def unanswered(timeout: float, reason: str | None) -> DatabaseUnavailable:

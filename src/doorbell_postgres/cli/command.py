@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 refused (one line on stderr), 2 usage or no DSN, 3 idle ti
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -33,7 +34,8 @@ class _Doorbell(click.Group):
     """Turns whatever a command ends with into at most one line on stderr and an exit code."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _leave_on_signals()  # of a process of its own, so not where `main.main` is called
+        _leave_on_signals()  # in a process of our own, so not where `main.main` is called
+        _log_to_stderr()
         return self.main(*args, **kwargs)
 
     def main(
@@ -98,6 +100,15 @@ def _leave_on_signals() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl-C, and so do we
             signal.signal(number, leave)
+
+
+def _log_to_stderr() -> None:
+    """Our warnings, such as a lost connection, a line each; what other packages log would only repeat them."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("doorbell: %(message)s"))
+    logging.getLogger("doorbell_postgres").addHandler(handler)
+    logging.getLogger("doorbell_postgres").propagate = False
+    logging.getLogger().addHandler(logging.NullHandler())
 
 
 def seconds_option(name: str, *, default: float, zero: bool = False, help: str) -> Callable[[F], F]:

@@ -1,0 +1,420 @@
+"""One per bus: the connection that bells wait on. It listens, polls, notices that it died, and dials again.
+
+As in the sync shell the connection is read-only and never in a transaction between polls. One task owns it alone. Bells
+hand in a watch and get an outcome in their mailbox; their deadlines are their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import psycopg
+from psycopg.abc import PQGen
+from psycopg.pq import TransactionStatus
+from psycopg.waiting import Ready, Wait
+
+from doorbell_postgres import calls, watch, wire
+from doorbell_postgres.calls import Call
+from doorbell_postgres.watch import ListenerState, Outcome, Status, Watch, Watchlist
+
+T = TypeVar("T")
+Mailbox = asyncio.Queue[Outcome]
+log = logging.getLogger("doorbell_postgres")
+
+
+async def drive(gen: PQGen[T], fd: int, patience: float | None = None) -> T:
+    """Run a conversation of psycopg's on a socket. wire.Late when nothing has come for `patience` seconds.
+
+    Cancelled, it leaves the socket to whoever goes on with the conversation, or closes it.
+    """
+    try:
+        want = next(gen)
+        while True:
+            want = gen.send(await _ready(fd, want, patience))
+    except StopIteration as done:
+        result: T = done.value
+        return result
+
+
+async def _ready(fd: int, want: Wait, patience: float | None) -> Ready:
+    loop = asyncio.get_running_loop()
+    ready: asyncio.Future[Ready] = loop.create_future()
+
+    def found(what: Ready) -> None:
+        if not ready.done():
+            ready.set_result(what)
+
+    def late() -> None:
+        if not ready.done():
+            ready.set_exception(wire.Late(f"no answer within {patience:g} s"))
+
+    if want & Wait.R:
+        loop.add_reader(fd, found, Ready.R)
+    if want & Wait.W:
+        loop.add_writer(fd, found, Ready.W)
+    timer = loop.call_later(patience, late) if patience is not None else None
+    try:
+        return await ready
+    finally:
+        if timer is not None:
+            timer.cancel()
+        if want & Wait.R:
+            loop.remove_reader(fd)
+        if want & Wait.W:
+            loop.remove_writer(fd)
+
+
+class Wire(psycopg.AsyncConnection[tuple[Any, ...]]):
+    """A connection whose every wait ends when nothing has come for `patience` seconds. Cancelled, it is only good to close."""
+
+    patience: float = watch.PATIENCE
+    heard: list[bytes]
+    armed: set[int]
+
+    async def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
+        return await drive(gen, self.pgconn.socket, self.patience)
+
+
+@dataclass
+class _Job(Generic[T]):
+    call: Call[T]
+    future: asyncio.Future[T]
+    # What it answers where no session is one's own; None: it needs none.
+    without_session: T | None = None
+
+
+class Listener:
+    """Serves the bells of one bus from one task and one connection, both made at first use and let go when unused."""
+
+    def __init__(self, dsn: str, options: dict[str, Any], *, listen: bool, on_news: Callable[[], None]) -> None:
+        self._dsn = dsn
+        self._options = options
+        self._listen = listen
+        self._on_news = on_news
+        self._loop = asyncio.get_running_loop()
+        self._list = Watchlist()
+        self._mailboxes: dict[Watch, Mailbox] = {}
+        self._fresh: set[Watch] = set()
+        self._jobs: list[_Job[Any]] = []
+        self._task: asyncio.Task[None] | None = None
+        self._nudged = asyncio.Event()
+        self._closing = False
+        self._failures = 0
+        self._patience = watch.PATIENCE
+        self._token: int | None = None
+        self._left = 0.0
+        self._status = Status(self._loop.time())
+
+    @property
+    def state(self) -> ListenerState:
+        return self._status.state
+
+    # -- for bells ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def watching(self, watch: Watch) -> Iterator[Mailbox]:
+        """Register the watch while the block runs. The first thing in the mailbox is the outcome of a scan made after that.
+
+        A watch with an outcome in its mailbox is not looked at again until `again`.
+        """
+        mailbox: Mailbox = asyncio.Queue()
+        self.again(watch, mailbox)
+        try:
+            yield mailbox
+        finally:
+            self._list.remove(watch)
+            self._fresh.discard(watch)
+            self._mailboxes.pop(watch, None)
+            self._left = self._loop.time()
+            self._nudged.set()
+
+    def again(self, watch: Watch, mailbox: Mailbox) -> None:
+        if self._closing:
+            mailbox.put_nowait("closed")
+            return
+        self._mailboxes[watch] = mailbox
+        self._fresh.add(watch)
+        self._list.add(watch, self._loop.time())
+        self._wake()
+
+    async def run(self, call: Call[T], timeout: float) -> T:
+        """Run a read-only call on the listener's connection. DatabaseUnavailable when it has not succeeded in time."""
+        return await self._ask(_Job(call, self._loop.create_future()), timeout)
+
+    async def hold(self, token: int, timeout: float) -> bool:
+        """Keep an exclusive lock on the session's token for as long as this listener lives, again after each reconnect.
+
+        False where no session can be held, behind a pooler in transaction mode.
+        """
+        self._token = token
+        return await self._ask(_Job(calls.hold_session(token), self._loop.create_future(), without_session=False), timeout)
+
+    async def _ask(self, job: _Job[T], timeout: float) -> T:
+        if self._closing:
+            raise wire.closed()
+        self._jobs.append(job)
+        self._wake()
+        try:
+            await asyncio.wait({job.future}, timeout=min(timeout, watch.LONGEST))
+            if not job.future.done():
+                raise wire.unanswered(timeout, self.state.reason)
+            return job.future.result()
+        finally:
+            job.future.cancel()
+            if not job.future.cancelled():
+                job.future.exception()  # seen, also by one that was cancelled before it could look
+
+    def announced(self, channel_ids: list[int]) -> None:
+        """This process has posted there: look without waiting for the database to say so."""
+        now = self._loop.time()
+        watched = [self._list.announced(channel_id, now) for channel_id in channel_ids]
+        if any(watched):
+            self._wake()
+
+    async def close(self, timeout: float = 1.0) -> None:
+        """End every wait with "closed" and the task; returns within `timeout` whatever the network does."""
+        if self._closing:
+            return
+        self._closing = True
+        for each in self._list.clear():
+            self._mailboxes[each].put_nowait("closed")
+        for job in self._jobs:
+            if not job.future.done():
+                job.future.set_exception(wire.closed_meanwhile())
+        self._jobs.clear()
+        self._status.become("closed", None, self._loop.time())
+        if self._task is not None and not self._task.done():
+            self._task.cancel()
+            await asyncio.wait({self._task}, timeout=timeout)
+
+    # -- the task -----------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        if (self._task is None or self._task.done()) and not self._closing:
+            self._task = asyncio.create_task(self._run(), name="doorbell-listener")
+        self._nudged.set()
+
+    async def _run(self) -> None:
+        while self._wanted():
+            try:
+                connection = await self._open()
+                connection.patience = self._patience
+                try:
+                    await self._became_ready(connection)
+                    await self._serve(connection)
+                finally:
+                    await connection.close()
+            except Exception as exc:
+                if not isinstance(exc, psycopg.Error):
+                    log.exception("listener failed")
+                if isinstance(exc, wire.Late):
+                    self._patience = min(watch.MOST_PATIENCE, self._patience * 2)
+                self._log(self._status.fell(wire.why(exc), self._loop.time()))
+                self._failures += 1
+                # The first dial follows at once; then the waits grow, jittered, so that a fleet does not come back as one.
+                if self._failures > 1:
+                    await asyncio.sleep(min(0.5, 0.05 * 2 ** min(self._failures, 5)) * random.uniform(0.5, 1.0))
+
+    async def _open(self) -> Wire:
+        """Dial; and again, beside it, while no answer comes. The first that is ready wins, the others are hung up."""
+        dials: set[asyncio.Task[Wire]] = set()
+        next_dial = self._loop.time()
+        try:
+            while True:
+                now = self._loop.time()
+                if len(dials) < watch.MOST_DIALS and now >= next_dial:
+                    next_dial = now + watch.DIAL_AGAIN
+                    dials.add(asyncio.create_task(self._dial(), name="doorbell-dial"))
+                pause = next_dial - now if len(dials) < watch.MOST_DIALS else None
+                done, _ = await asyncio.wait(dials, timeout=pause, return_when=asyncio.FIRST_COMPLETED)
+                for dial in done:
+                    dials.discard(dial)
+                    failure = dial.exception()
+                    if failure is None:
+                        dials |= done - {dial}  # those that came at the same moment are hung up with the rest
+                        return dial.result()
+                if done and not dials:
+                    assert failure is not None
+                    raise failure
+        finally:
+            for dial in dials:
+                dial.cancel()
+            for late in await asyncio.gather(*dials, return_exceptions=True):
+                if isinstance(late, Wire):
+                    await late.close()
+
+    async def _dial(self) -> Wire:
+        connection = await Wire.connect(self._dsn, autocommit=True, **self._options)
+        try:
+            heard = connection.heard = []
+            connection.armed = set()
+            # Notifications that come with the answer of a query, not while waiting for one.
+            connection.add_notify_handler(lambda note: heard.append(note.payload.encode()))
+            cursor = await connection.execute(*wire.on_connect(connection, read_only=True))
+            wire.set_up(connection, await cursor.fetchone())
+        except BaseException:
+            await connection.close()
+            raise
+        return connection
+
+    async def _became_ready(self, connection: Wire) -> None:
+        """LISTEN, committed, before the first scan: what is posted after it is announced, what was before it is scanned."""
+        why_not = wire.why_not_listen(connection, wanted=self._listen)
+        if why_not is None:
+            try:
+                await connection.execute(wire.LISTEN)
+            except wire.LISTEN_REFUSED as exc:
+                why_not = wire.why(exc)
+        self._list.wake_all(self._loop.time())
+        if self._token is not None and not wire.is_pooled(connection):
+            await self._execute(connection, calls.hold_session(self._token))
+        self._log(self._status.ready(why_not, self._loop.time(), warn=self._listen))
+
+    async def _serve(self, connection: Wire) -> None:
+        unwanted_since: float | None = None
+        while True:
+            self._nudged.clear()
+            await self._do_jobs(connection)
+            until = await self._arm(connection)
+            await self._look(connection)
+            now = self._loop.time()
+            if self._wanted():
+                unwanted_since = None
+            else:
+                unwanted_since = unwanted_since or now
+                if now - unwanted_since >= watch.LINGER:
+                    self._status.become("idle", None, now)
+                    return
+            due = self._list.next_due()
+            until = min(until, due if due is not None else (unwanted_since or now) + watch.LINGER)
+            if not connection.heard:
+                await self._idle(connection, max(0.0, until - now))
+            self._hear(connection)
+
+    async def _idle(self, connection: Wire, timeout: float) -> None:
+        """Until a nudge, or until the server has something to say."""
+        fd = connection.pgconn.socket
+        self._loop.add_reader(fd, self._nudged.set)
+        timer = self._loop.call_later(timeout, self._nudged.set)
+        try:
+            await self._nudged.wait()
+        finally:
+            timer.cancel()
+            self._loop.remove_reader(fd)
+
+    async def _arm(self, connection: Wire) -> float:
+        """Hold the keys of the channels that are waited on, so that their posts are announced; let the others go.
+
+        Before the scan: a post whose probe came too early for the key is found by the scan or by an early poll. Returns
+        when to come again, because of keys that are let go a moment after their last wait.
+        """
+        if self.state.kind != "listening":
+            return self._loop.time() + watch.LONGEST
+        wanted = watch.keys_for(self._list.channel_ids())
+        let_go = self._left + watch.LET_GO
+        for _ in range(watch.TRIES):
+            take, drop = wanted - connection.armed, connection.armed - wanted
+            if not take and (not drop or self._loop.time() < let_go):
+                return let_go if drop else self._loop.time() + watch.LONGEST
+            refused = await self._execute(connection, calls.arm(sorted(take), sorted(drop)))
+            connection.armed = wanted - set(refused)
+            if not refused:
+                break
+            await asyncio.sleep(watch.TRY_AGAIN)
+        # Not armed, then: these bells poll, and the next round tries again.
+        return self._loop.time() + watch.LONGEST
+
+    def _hear(self, connection: Wire) -> None:
+        connection.pgconn.consume_input()
+        heard = set(connection.heard)
+        connection.heard.clear()
+        while note := connection.pgconn.notifies():
+            heard.add(note.extra)
+        now = self._loop.time()
+        watched = [self._list.announced(int(payload), now) for payload in heard if payload.isdigit()]
+        if any(watched):
+            self._on_news()
+
+    async def _look(self, connection: Wire) -> None:
+        watches = self._list.take(self._loop.time())
+        questions, preview = watch.ask(watches)
+        if not watches:
+            return
+        try:
+            news = await self._execute(connection, calls.peek(questions, preview=preview)) if questions else []
+        except psycopg.Error as exc:
+            if not watch.refused_for_good(exc.sqlstate):
+                raise
+            self._deliver_to_all(wire.translate(exc, calls.hello()))
+            return
+        self._failures = 0
+        self._patience = connection.patience = watch.PATIENCE
+        rang = False
+        for each, own in zip(watches, watch.answer(watches, news), strict=True):
+            if each not in self._list:
+                continue  # its wait has ended meanwhile, and its floors are not ours to move
+            outcome: Outcome | None = each.settle(own)
+            if outcome is not None:
+                rang = True
+                self._list.remove(each)
+                self._mailboxes[each].put_nowait(outcome)
+            elif each in self._fresh:
+                self._mailboxes[each].put_nowait("nothing")
+            self._fresh.discard(each)
+        if rang:
+            self._on_news()
+
+    async def _do_jobs(self, connection: Wire) -> None:
+        while self._jobs:
+            job = self._jobs[0]
+            if not job.future.done():
+                outcome = await self._outcome(connection, job)
+                # Whoever asked may have gone meanwhile.
+                if not job.future.done():
+                    if isinstance(outcome, Exception):
+                        job.future.set_exception(outcome)
+                    else:
+                        job.future.set_result(outcome)
+            if self._jobs and self._jobs[0] is job:
+                self._jobs.pop(0)
+
+    async def _outcome(self, connection: Wire, job: _Job[T]) -> T | Exception:
+        """What a job has come to. Raises when the connection goes: the job stays for the next one."""
+        if job.without_session is not None and wire.is_pooled(connection):
+            return job.without_session
+        try:
+            return await self._execute(connection, job.call)
+        except psycopg.Error as exc:
+            if not watch.refused_for_good(exc.sqlstate):
+                raise
+            return wire.translate(exc, job.call)
+
+    async def _execute(self, connection: Wire, call: Call[T]) -> T:
+        if not wire.is_pooled(connection):  # the session itself is read-only
+            return call.read(await (await connection.execute(call.sql, call.params)).fetchall())
+        await connection.execute("begin read only")
+        try:
+            return call.read(await (await connection.execute(call.sql, call.params)).fetchall())
+        finally:
+            if connection.info.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
+                await connection.execute("rollback")
+
+    def _deliver_to_all(self, error: Exception) -> None:
+        for each in self._list.clear():
+            self._mailboxes[each].put_nowait(error)
+        self._fresh.clear()
+
+    def _wanted(self) -> bool:
+        self._jobs = [job for job in self._jobs if not job.future.done()]
+        return not self._closing and (bool(self._jobs) or len(self._list) > 0 or self._token is not None)
+
+    @staticmethod
+    def _log(line: tuple[int, str] | None) -> None:
+        if line is not None:
+            log.log(*line)

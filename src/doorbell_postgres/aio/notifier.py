@@ -1,0 +1,63 @@
+"""Tells other processes' bells of new posts, after the posts and apart from them; see the sync notifier for why.
+
+One task, and only while there is something to announce: the first at once, those that follow gathered for a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+
+from doorbell_postgres.watch import GATHER, SHARE
+
+log = logging.getLogger("doorbell_postgres")
+
+
+class Notifier:
+    """Announces channels through `send`, which may raise: then those announcements are dropped."""
+
+    def __init__(self, send: Callable[[list[int]], Awaitable[None]]) -> None:
+        self._send = send
+        self._pending: set[int] = set()
+        self._task: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+
+    def announce(self, channel_ids: list[int]) -> None:
+        if self._closing.is_set():
+            return
+        self._pending.update(channel_ids)
+        if self._task is None or self._task.done():
+            self._task = asyncio.create_task(self._run(), name="doorbell-notifier")
+
+    async def close(self, timeout: float = 1.0) -> None:
+        """Announce what is pending, then end; gives up after `timeout`."""
+        self._closing.set()
+        if self._task is not None and not self._task.done():
+            await asyncio.wait({self._task}, timeout=timeout)
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._pending:
+            taken, self._pending = sorted(self._pending), set()
+            began = loop.time()
+            try:
+                await self._send(taken)
+            except asyncio.CancelledError:
+                await self._last_words(taken)
+                raise
+            except Exception as exc:
+                log.debug("announcement dropped (%s); bells find the posts by polling", type(exc).__name__)
+            spent = loop.time() - began
+            with suppress(TimeoutError):
+                async with asyncio.timeout(max(GATHER, spent / SHARE - spent)):
+                    await self._closing.wait()
+
+    async def _last_words(self, taken: list[int]) -> None:
+        """The loop ends and nobody has closed the bus: a script that posts last has announced it all the same."""
+        if not self._closing.is_set():
+            with suppress(Exception):
+                async with asyncio.timeout(0.5):
+                    await self._send(sorted(self._pending.union(taken)))
