@@ -121,11 +121,11 @@ class Store:
 
     def channels(self) -> list[str]:
         """The names of all channels, sorted."""
-        return self.run(calls.channels())
+        return self._run(calls.channels())
 
     def head(self, channel: str) -> int:
         """The seq of the newest message; 0 for a channel that is empty or absent."""
-        return self.run(calls.head(channel))
+        return self._run(calls.head(channel))
 
     def post(
         self,
@@ -144,12 +144,12 @@ class Store:
             sender=sender,
             idempotency_key=idempotency_key,
             headers=headers,
-            notify=conn is not None and self.announces,
-            lock_timeout=self.lock_timeout,
+            notify=conn is not None and self._announces,
+            lock_timeout=self._lock_timeout,
         )
-        posted = self.run(call, conn)
+        posted = self._run(call, conn)
         if conn is None:
-            self.posted([posted])
+            self._posted([posted])
         return posted.message
 
     def post_many(
@@ -160,39 +160,39 @@ class Store:
             channel,
             messages,
             sender=sender,
-            notify=conn is not None and self.announces,
-            lock_timeout=self.lock_timeout,
+            notify=conn is not None and self._announces,
+            lock_timeout=self._lock_timeout,
         )
-        posted = self.run(call, conn)
+        posted = self._run(call, conn)
         if conn is None:
-            self.posted(posted)
+            self._posted(posted)
         return [each.message for each in posted]
 
     def messages_after(self, channel: str, after_seq: int, *, limit: int = 100) -> list[Message]:
         """At most `limit` messages behind `after_seq`, in order; [] for a channel that is absent."""
-        return self.run(calls.messages_after(channel, after_seq, limit=limit))
+        return self._run(calls.messages_after(channel, after_seq, limit=limit))
 
     # -- cursors ------------------------------------------------------------------------------------------------------
 
     def subscribe(self, handle: str, channel: str, *, at: Start = "head", conn: Connection | None = None) -> None:
         """Give the handle a cursor on the channel, unless it has one; see MessageBus.subscribe."""
-        self.run(calls.subscribe(handle, channel, at=at, lock_timeout=self.lock_timeout), conn)
+        self._run(calls.subscribe(handle, channel, at=at, lock_timeout=self._lock_timeout), conn)
 
     def unsubscribe(self, handle: str, channel: str, *, conn: Connection | None = None) -> bool:
         """Remove the handle's cursor; False when there was none. Raises UnknownChannel."""
-        return self.run(calls.unsubscribe(handle, channel), conn)
+        return self._run(calls.unsubscribe(handle, channel), conn)
 
     def subscriptions(self, handle: str) -> list[str]:
         """The names of the channels that the handle is subscribed to, sorted; [] for an unknown handle."""
-        return self.run(calls.subscriptions(handle))
+        return self._run(calls.subscriptions(handle))
 
     def acked_seq(self, handle: str, channel: str) -> int:
         """Where the cursor stands. Raises UnknownChannel, NotSubscribed."""
-        return self.run(calls.acked_seq(handle, channel))
+        return self._run(calls.acked_seq(handle, channel))
 
     def ack(self, handle: str, channel: str, up_to: int, *, conn: Connection | None = None) -> int:
         """Move the cursor forward to `up_to` and return where it stands; see MessageBus.ack."""
-        return self.run(calls.ack(handle, channel, up_to, self._read.time_of), conn)
+        return self._run(calls.ack(handle, channel, up_to, self._read.time_of), conn)
 
     def skip_pruned(self, handle: str, channel: str, *, conn: Connection | None = None) -> int:
         """Give up what retention has removed unread; see MessageBus.skip_pruned."""
@@ -200,17 +200,17 @@ class Store:
 
     def page(self, handle: str, after: tuple[str, int] | None, *, page_size: int, max_bytes: int | None = None) -> list[Message]:
         """One page of what the handle has not acked, behind the position `after`; [] is the head of all channels."""
-        messages = self.run(calls.unacked(handle, after, page_size=page_size, max_bytes=max_bytes))
+        messages = self._run(calls.unacked(handle, after, page_size=page_size, max_bytes=max_bytes))
         self._read.remember(messages)
         return messages
 
     def backlog(self, handle: str | None = None) -> list[Backlog]:
         """How far each handle, or this one, is behind on each channel, by handle and channel."""
-        return self.run(calls.backlog(handle))
+        return self._run(calls.backlog(handle))
 
     def unacked_count(self, channel: str | None, handle: str | None) -> int:
         """How many messages wait behind cursors, of one channel, one handle, both, or all."""
-        return self.run(calls.unacked_count(channel, handle))
+        return self._run(calls.unacked_count(channel, handle))
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
@@ -219,7 +219,7 @@ class Store:
         Pass it as `conn=`. Nothing in it is retried, and its posts hold their channels until it ends: keep it short.
         """
         self.check_usable()
-        with self._connection(self.retry_for) as connection, connection.transaction():
+        with self._connection(self._retry_for) as connection, connection.transaction():
             yield connection
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -244,7 +244,7 @@ class Store:
 
     # -- sending ------------------------------------------------------------------------------------------------------
 
-    def run(self, call: Call[T], conn: Connection | None = None) -> T:
+    def _run(self, call: Call[T], conn: Connection | None = None) -> T:
         """Send the call: on the caller's connection once and as it is, else on one of ours, again where that is safe."""
         self.check_usable()
         if conn is not None:
@@ -253,7 +253,7 @@ class Store:
                 return _send(conn, call)
             except psycopg.Error as exc:
                 raise wire.translate(exc, call) from None
-        attempts = wire.Attempts(call, self.retry_for)
+        attempts = wire.Attempts(call, self._retry_for)
         while True:
             sent = False
             try:
@@ -266,7 +266,7 @@ class Store:
     def peek(self, call: Call[T]) -> T:
         """Run a read on the listener's connection, where the database itself refuses writes."""
         self.check_usable()
-        return self.listener.run(call, self.retry_for)
+        return self.listener.run(call, self._retry_for)
 
     @contextmanager
     def _connection(self, timeout: float) -> Iterator[Connection]:
@@ -294,12 +294,12 @@ class Store:
         if self._closed:
             raise wire.closed()
 
-    def posted(self, posted: list[Posted]) -> None:
+    def _posted(self, posted: list[Posted]) -> None:
         """After the commit: tell the bells of this process directly and, where one may wait elsewhere, the notifier."""
         if not posted:
             return
         self.listener.announced([posted[0].channel_id])
-        if self.announces and any(each.armed for each in posted):
+        if self._announces and any(each.armed for each in posted):
             self._notifier.announce([posted[0].channel_id])
         _notify(self.activity)
 

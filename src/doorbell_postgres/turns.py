@@ -80,9 +80,9 @@ class Turn:
             yield from self._step(claim, name, own)
 
     def _step(self, claim: Claim, name: str, conn: Connection) -> Iterator[Step]:
-        step = Step(name, conn, self._turns.store.run(admission.step_pending(claim, name), conn))
+        step = Step(name, conn, self._turns.store._run(admission.step_pending(claim, name), conn))
         yield step
-        if step.pending and not self._turns.store.run(admission.record_step(claim, name), conn):
+        if step.pending and not self._turns.store._run(admission.record_step(claim, name), conn):
             raise TurnLost(
                 f"Step {name!r} was recorded by another thread of this turn while this one worked on it; "
                 "what this one wrote is rolled back. Let one thread run a step."
@@ -93,7 +93,7 @@ class Turn:
 
         The one thing to remember for an event that goes elsewhere: a retry rebuilds the same bytes from it.
         """
-        return self._turns.store.run(admission.reserve(self._owner(), correlation_id), conn)
+        return self._turns.store._run(admission.reserve(self._owner(), correlation_id), conn)
 
     def post(
         self,
@@ -119,13 +119,13 @@ class Turn:
             correlation_id=correlation_id,
             headers=headers,
             idempotency_key=idempotency_key,
-            notify=conn is not None and store.announces,
-            lock_timeout=store.lock_timeout,
+            notify=conn is not None and store._announces,
+            lock_timeout=store._lock_timeout,
         )
-        result = store.run(call, conn)
+        result = store._run(call, conn)
         self.posts = result.posts
         if conn is None:
-            store.posted([result.posted])
+            store._posted([result.posted])
         return result.posted.message
 
     def finish(self, *, conn: Connection | None = None) -> None:
@@ -135,9 +135,9 @@ class Turn:
         nothing happens; a turn that has failed stays failed.
         """
         if not self._owned and self.state == "duplicate":
-            self._turns.store.run(admission.settle(self.handle, self.message), conn)
+            self._turns.store._run(admission.settle(self.handle, self.message), conn)
             return
-        outcome = self._turns.store.run(admission.finish(self._owner(ended=True)), conn)
+        outcome = self._turns.store._run(admission.finish(self._owner(ended=True)), conn)
         if conn is None:
             self._owned, self._ended = False, True
             self.failed = outcome == "failed"
@@ -161,14 +161,14 @@ class Turn:
             error,
             notice_to=notice_to,
             notice=notice,
-            notify=conn is not None and store.announces,
-            lock_timeout=store.lock_timeout,
+            notify=conn is not None and store._announces,
+            lock_timeout=store._lock_timeout,
         )
-        posted = store.run(call, conn)
+        posted = store._run(call, conn)
         if conn is None:
             self._owned, self._ended, self.failed, self.error = False, True, True, admission.error_line(error)
             if posted is not None:
-                store.posted([posted])
+                store._posted([posted])
         return None if posted is None else posted.message
 
     def release(self, error: str | BaseException | None = None) -> None:
@@ -224,7 +224,7 @@ class Turns:
         self._send_unsent()
         holder = self._token if self._hold() else 0
         call = admission.admit(handle, msg, event_id=event_id, on_duplicate=on_duplicate, holder=holder)
-        return Turn(self, handle, msg, self.store.run(call, conn))
+        return Turn(self, handle, msg, self.store._run(call, conn))
 
     @contextmanager
     def turn(
@@ -243,10 +243,10 @@ class Turns:
         turn.leave(None, max_attempts)
 
     def unfinished(self, handle: str) -> list[UnfinishedTurn]:
-        return self.store.run(admission.unfinished(handle))
+        return self.store._run(admission.unfinished(handle))
 
     def release(self, claim: Claim, error: str | BaseException | None) -> None:
-        self.store.run(admission.release(claim, error))
+        self.store._run(admission.release(claim, error))
 
     def release_later(self, claim: Claim, error: BaseException | str | None) -> None:
         """The database is away, and this session lives: without a release the turn would read as running."""
@@ -268,7 +268,7 @@ class Turns:
         again by itself after a reconnect."""
         listener = self.store.listener
         if self._held is None or self._held is not listener.state:
-            held = listener.hold(self._token, max(5.0, self.store.retry_for))
+            held = listener.hold(self._token, max(5.0, self.store._retry_for))
             self._held = listener.state if held else None
             return held
         return True

@@ -62,6 +62,11 @@ class Worker:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the signal that ended it."""
+        return self._process.poll()
+
     def tell(self, value: Any) -> None:
         self._pipe.send(value)
 
