@@ -90,8 +90,8 @@ class Store:
             retry_for=retry_for,
             lock_timeout=lock_timeout,
         )
-        self.retry_for, self.lock_timeout = settings.retry_for, settings.lock_timeout
-        self.announces = settings.announces
+        self._retry_for, self._lock_timeout = settings.retry_for, settings.lock_timeout
+        self._announces = settings.announces
         if settings.dsn == wire.MEMORY:
             log.warning(wire.MEMORY_WARNING)
             settings = settings.on(throwaway.shared().create_database())
@@ -112,7 +112,7 @@ class Store:
         )
         self.activity = threading.Condition()
         # The threads of these two know nothing of this store, so that one which is dropped unclosed is collected.
-        self.listener = Listener(settings.dsn, settings.options, listen=self.announces, on_news=partial(_notify, self.activity))
+        self.listener = Listener(settings.dsn, settings.options, listen=self._announces, on_news=partial(_notify, self.activity))
         self._notifier = Notifier(partial(_announce, self._pool))
         self._read = ReadTimes()
         self._finalizer = weakref.finalize(self, _shut, self._pid, self._notifier, self.listener, self._pool)
@@ -196,7 +196,7 @@ class Store:
 
     def skip_pruned(self, handle: str, channel: str, *, conn: Connection | None = None) -> int:
         """Give up what retention has removed unread; see MessageBus.skip_pruned."""
-        return self.run(calls.skip_pruned(handle, channel), conn)
+        return self._run(calls.skip_pruned(handle, channel), conn)
 
     def page(self, handle: str, after: tuple[str, int] | None, *, page_size: int, max_bytes: int | None = None) -> list[Message]:
         """One page of what the handle has not acked, behind the position `after`; [] is the head of all channels."""
