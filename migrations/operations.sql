@@ -309,7 +309,7 @@ $$;
 -- removed counts messages.
 --
 -- Postgres forbids COMMIT in a procedure that runs as its owner or has settings of its own, so this is a bare shell that
--- touches no table: each step is one call of prune, with its lock timeout, and nothing here depends on the search_path.
+-- touches no table: each step is one call of prune, with its lock timeout, and every name and type here is qualified.
 -- A channel that is held for too long is left for the next run, with a warning. Not inside BEGIN.
 create procedure doorbell.prune_all(
   keep interval,
@@ -321,10 +321,10 @@ create procedure doorbell.prune_all(
 language plpgsql
 as $$
 declare
-  v_channels constant text[] := array(select doorbell.channel_names());
-  v_channel text;
-  v_more boolean;
-  v_removed bigint;
+  v_channels constant pg_catalog.text[] := array(select doorbell.channel_names());
+  v_channel pg_catalog.text;
+  v_more pg_catalog.bool;
+  v_removed pg_catalog.int8;
 begin
   foreach v_channel in array v_channels loop
     loop

@@ -46,9 +46,7 @@ bodies = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=40),
     st.sampled_from(["", "\r\n", "\\u0000", "\uffff", "x" * 5000, "é" * 300, '{"a": 1}']),
 )
-headers = st.none() | st.dictionaries(
-    st.sampled_from(["event-id", "a'b", "É"]), st.sampled_from(["", "1", "\n"]), max_size=2
-)
+headers = st.none() | st.dictionaries(st.sampled_from(["event-id", "a'b", "É"]), st.sampled_from(["", "1", "\n"]), max_size=2)
 drafts = st.one_of(bodies, st.builds(Draft, bodies, keys, headers))
 
 
@@ -128,9 +126,7 @@ class Contract(RuleBasedStateMachine):
     # -- writing
 
     @rule(channel=channels, sender=senders, body=bodies, key=keys, extra=headers, by_bus=st.booleans())
-    def post(
-        self, channel: str, sender: str, body: str, key: str | None, extra: dict[str, str] | None, by_bus: bool
-    ) -> None:
+    def post(self, channel: str, sender: str, body: str, key: str | None, extra: dict[str, str] | None, by_bus: bool) -> None:
         if by_bus:
             real = self.bus.post(channel, body, sender=sender, idempotency_key=key, headers=extra)
         else:

@@ -9,7 +9,7 @@ import click
 from doorbell_postgres import reference
 from doorbell_postgres.cli import output, table
 from doorbell_postgres.cli.command import REFUSED, complain, dsn_of, dsn_option
-from doorbell_postgres.cli.operator import permitted, progress
+from doorbell_postgres.cli.operator import progress
 
 
 @click.command("import")
@@ -29,7 +29,7 @@ def import_(file: str, check: bool, dsn: str | None) -> int | None:
     """
     begun = time.monotonic()
     try:
-        with progress("import") as tell, permitted():
+        with progress("import") as tell:
             found = reference.inspect(file, progress=tell) if check else reference.take_over(file, dsn_of(dsn), progress=tell)
     except reference.Refused as exc:
         for fault in exc.faults:

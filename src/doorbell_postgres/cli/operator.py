@@ -10,35 +10,15 @@ from datetime import timedelta
 from typing import Any
 
 import click
-import psycopg
-
-from doorbell_postgres import wire
 from doorbell_postgres.admin import Admin
 from doorbell_postgres.cli.command import dsn_of
-from doorbell_postgres.errors import DoorbellError
 
 _UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
-class NotPermitted(DoorbellError):
-    """The role lacks a right; the message says who has it."""
-
-
-@contextmanager
-def permitted() -> Iterator[None]:
-    """Says who may do it where the server only says that this role may not."""
-    try:
-        yield
-    except psycopg.errors.InsufficientPrivilege as exc:
-        raise NotPermitted(
-            f"{wire.why(exc)[:1].upper()}{wire.why(exc)[1:]}. The views are for operators (doorbell grant ROLE --operator); "
-            "pruning, importing and granting are for the owner of the schema."
-        ) from None
-
-
 @contextmanager
 def opened(dsn: str | None, *, read_only: bool = False) -> Iterator[Admin]:
-    with permitted(), Admin(dsn_of(dsn), read_only=read_only) as admin:
+    with Admin(dsn_of(dsn), read_only=read_only) as admin:
         yield admin
 
 

@@ -15,7 +15,7 @@ from doorbell_postgres import operations
 from doorbell_postgres.admin import Admin
 from doorbell_postgres.cli import output, table
 from doorbell_postgres.cli.command import DONE, REFUSED, complain, dsn_of, dsn_option, json_option, seconds_option
-from doorbell_postgres.cli.operator import opened, permitted
+from doorbell_postgres.cli.operator import opened
 from doorbell_postgres.cli.table import Column
 from doorbell_postgres.doctor import human_age
 from doorbell_postgres.operations import Behind, Health, Totals
@@ -126,15 +126,14 @@ def doctor(dsn: str | None, idle: float, as_json: bool) -> int:
     """
     failing = False
     width = table.width()
-    with permitted():
-        for check in examination.examine(dsn_of(dsn), idle=idle):
-            failing = failing or check.verdict == "failing"
-            if as_json:
-                output.json_line(dataclasses.asdict(check))
-            else:
-                for line in _shown(check, width):
-                    output.human(line)
-            output.flush()
+    for check in examination.examine(dsn_of(dsn), idle=idle):
+        failing = failing or check.verdict == "failing"
+        if as_json:
+            output.json_line(dataclasses.asdict(check))
+        else:
+            for line in _shown(check, width):
+                output.human(line)
+        output.flush()
     return REFUSED if failing else DONE
 
 
@@ -177,14 +176,13 @@ def metrics(dsn: str | None, address: tuple[str, int] | None, violations: bool) 
              doorbell metrics --serve 9187
     """
     where = dsn_of(dsn)
-    with permitted():
-        if address is None:
-            for line in exposition.text(where, violations=violations).decode().splitlines():
-                output.human(line)
-            return
-        with Admin(where, read_only=True) as admin:  # refuse now what every scrape would be refused
-            admin.run(operations.health())
-        host, port = address
-        port = exposition.serve(where, port, host=host, violations=violations)
-        complain(f"serving http://{host}:{port}/metrics until Ctrl-C.", DONE)
-        threading.Event().wait()
+    if address is None:
+        for line in exposition.text(where, violations=violations).decode().splitlines():
+            output.human(line)
+        return
+    with Admin(where, read_only=True) as admin:  # refuse now what every scrape would be refused
+        admin.run(operations.health())
+    host, port = address
+    port = exposition.serve(where, port, host=host, violations=violations)
+    complain(f"serving http://{host}:{port}/metrics until Ctrl-C.", DONE)
+    threading.Event().wait()
