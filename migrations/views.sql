@@ -23,6 +23,7 @@ left join lateral (
   select m.created_at
   from doorbell.message as m
   where m.channel_id = c.id and m.seq = greatest(cu.acked_seq, coalesce(p.up_to, 0)) + 1
+  limit 1  -- a probe for each cursor; a join would read the log
 ) as o on h.seq > cu.acked_seq;
 
 comment on view doorbell.backlog is 'How far each handle is behind on each channel it is subscribed to, and since when.';
@@ -282,12 +283,12 @@ select 'not one store', null, null, null, format('doorbell.meta has %s rows inst
 from doorbell.meta as m
 having count(*) <> 1
 union all
-select 'open to everybody', null, null, null, format('PUBLIC may execute %s', p.oid::regprocedure)
+select 'open to everybody', null, null, null, format('PUBLIC may execute doorbell.%s(%s)', p.proname, pg_get_function_identity_arguments(p.oid))
 from pg_proc as p
 cross join lateral aclexplode(coalesce(p.proacl, acldefault('f', p.proowner))) as a
 where p.pronamespace = 'doorbell'::regnamespace and a.grantee = 0 and a.privilege_type = 'EXECUTE'
 union all
-select 'open to everybody', null, null, null, format('PUBLIC has %s on %s', a.privilege_type, r.oid::regclass)
+select 'open to everybody', null, null, null, format('PUBLIC has %s on doorbell.%s', a.privilege_type, r.relname)
 from pg_class as r
 cross join lateral aclexplode(r.relacl) as a
 where r.relnamespace = 'doorbell'::regnamespace and a.grantee = 0;

@@ -145,8 +145,8 @@ def test_an_agent_that_asks_for_a_view_is_told_who_may(dsn: str, new_role: Role)
     refused = command(as_role(dsn, role), "status")
     assert refused.exit_code == 1
     assert refused.stderr == (
-        "doorbell: Permission denied for view health. The views are for operators (doorbell grant ROLE --operator); pruning, "
-        "importing and granting are for the owner of the schema.\n"
+        "doorbell: The role may not do this: permission denied for view health. doorbell grant ROLE lets it call the contract, "
+        "with --operator read the views; pruning, importing and granting are for the owner of the schema.\n"
     )
 
 

@@ -45,18 +45,23 @@ class Admin:
         try:
             cursor = psycopg.Cursor(self.connection, row_factory=tuple_row)
             return call.read(cursor.execute(call.sql, call.params).fetchall())
-        except psycopg.OperationalError as exc:
-            if exc.sqlstate is None:
-                raise wire.unreachable(exc) from None
-            raise wire.translate(exc, call) from None
         except psycopg.Error as exc:
-            raise wire.translate(exc, call) from None
+            raise self._translated(exc, call) from None
+
+    @staticmethod
+    def _translated(exc: psycopg.Error, call: Call[Any]) -> Exception:
+        if isinstance(exc, psycopg.OperationalError) and exc.sqlstate is None:
+            return wire.unreachable(exc)
+        return wire.translate(exc, call)
 
     @contextmanager
     def transaction(self) -> Iterator[psycopg.Connection[Any]]:
-        """All or nothing: a connection in a transaction that commits when the block ends."""
-        with self.connection.transaction():
-            yield self.connection
+        """All or nothing: a connection in a transaction that commits when the block ends. Errors as of `run`."""
+        try:
+            with self.connection.transaction():
+                yield self.connection
+        except psycopg.Error as exc:
+            raise self._translated(exc, calls.hello()) from None
 
     def close(self) -> None:
         self.connection.close()

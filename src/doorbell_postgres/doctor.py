@@ -13,7 +13,7 @@ from psycopg import sql
 
 from doorbell_postgres import calls, operations, wire
 from doorbell_postgres.admin import Admin
-from doorbell_postgres.errors import DoorbellError
+from doorbell_postgres.errors import AccessDenied, DoorbellError
 from doorbell_postgres.operations import Health
 from doorbell_postgres.wakeline import FIELD_LEN, sanitize
 
@@ -58,10 +58,8 @@ def examine(dsn: str, *, idle: float = 86_400.0) -> Iterator[Check]:
             return
         try:
             health = admin.run(operations.health())
-        except psycopg.errors.InsufficientPrivilege as exc:
-            yield Check(
-                "rights", "failing", f"This role may not read the views: {wire.why(exc)}.", "doorbell grant ROLE --operator"
-            )
+        except AccessDenied as exc:
+            yield Check("rights", "failing", str(exc), "doorbell grant ROLE --operator")
             return
         yield _queue(health)
         yield _oldest_transaction(health)
@@ -95,10 +93,10 @@ def _schema(admin: Admin) -> Check:
     try:
         hello = admin.run(calls.hello())
         wire.check_hello(hello)
+    except AccessDenied as exc:
+        return Check("schema", "failing", str(exc), "doorbell grant ROLE --operator")
     except DoorbellError as exc:
         return Check("schema", "failing", str(exc), "doorbell migrate")
-    except psycopg.errors.InsufficientPrivilege:
-        return Check("schema", "failing", "This role may not call doorbell.hello().", "doorbell grant ROLE --operator")
     return Check("schema", "ok", f"revision {hello.revision}")
 
 

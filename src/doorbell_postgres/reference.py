@@ -210,8 +210,8 @@ def _check(source: _Source, progress: Progress) -> Contents:
     for row, channel_id, value in source.connection.execute("select rowid, id, name from channels order by id"):
         name = _name(faults, f"channels row {row}", "name", value)
         if name is None:
-            continue
-        if name in found.heads:
+            name = f"channel id {channel_id}"  # named so in what else is wrong with it
+        elif name in found.heads:
             faults.add(f"channels row {row}", f"the name {_shown(name)} is there twice")
         names[channel_id], found.heads[name] = name, 0
     found.channels = len(names)

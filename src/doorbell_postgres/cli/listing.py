@@ -142,7 +142,7 @@ def turns(handle: str | None, states: tuple[str, ...], limit: int, as_json: bool
             Column("held"),
             Column("tries", "number"),
             Column("age"),
-            Column("last error", ratio=4),
+            Column("last error", ratio=4, wrap=True),
         ),
         [(t.handle, t.event, t.state, t.held, t.attempts, human_age(t.age_seconds), t.last_error) for t in found],
     )

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import click
+
 from doorbell_postgres.admin import Admin
 from doorbell_postgres.cli.command import dsn_of
 

@@ -94,7 +94,13 @@ def _show_plans(plans: list[Plan], *, as_json: bool) -> None:
         if p.removable or p.held_because
     ]
     table.show(
-        (Column("channel", ratio=2), Column("from", "number"), Column("would go", "number"), Column("held, lost", ratio=4)), rows
+        (
+            Column("channel", ratio=2),
+            Column("from", "number"),
+            Column("would go", "number"),
+            Column("held, lost", ratio=4, wrap=True),
+        ),
+        rows,
     )
     complain(f"{sum(p.removable for p in plans):,} messages would go. Nothing was removed; add --yes to do it.", DONE)
 
@@ -153,7 +159,13 @@ def _show_results(results: list[Pruned], *, as_json: bool) -> None:
         if r.removed or r.held_because
     ]
     table.show(
-        (Column("channel", ratio=2), Column("removed", "number"), Column("up to", "number"), Column("held, lost", ratio=4)), rows
+        (
+            Column("channel", ratio=2),
+            Column("removed", "number"),
+            Column("up to", "number"),
+            Column("held, lost", ratio=4, wrap=True),
+        ),
+        rows,
     )
 
 

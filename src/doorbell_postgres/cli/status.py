@@ -86,7 +86,7 @@ def _lines(health: Health, totals: Totals, behind: list[Behind]) -> Iterator[str
         ("queue", f"{health.notification_queue_usage:.1%} of the notification queue in use"),
         ("transactions", f"oldest: {health.oldest_transaction}; blocked: {health.blocked_sessions}"),
     ]
-    yield from table.lines((Column("status"), Column("", ratio=1)), facts, width=width)
+    yield from table.lines((Column("status"), Column("", ratio=1, wrap=True)), facts, width=width)
     if behind:
         yield ""
         yield from table.lines(

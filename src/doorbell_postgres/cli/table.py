@@ -22,11 +22,13 @@ NARROWEST = 40
 
 @dataclass(frozen=True)
 class Column:
-    """A column: its title, whether its cells are numbers, and how much of the width it takes of what is left over."""
+    """A column: its title, whether its cells are numbers, its share of the width that is left over, and whether what does not
+    fit goes on in the next line instead of being cut."""
 
     title: str
     kind: Literal["text", "number"] = "text"
     ratio: int | None = None
+    wrap: bool = False
 
 
 def show(columns: Sequence[Column], rows: Sequence[Sequence[object]], *, title: str | None = None) -> None:
@@ -48,23 +50,46 @@ def lines(
     if width is None:
         shown = [[cell(value, raw=True) for value in row] for row in rows]
         return ["\t".join(column.title for column in columns), *("\t".join(row) for row in shown)]
-    return drawn(table(columns, rows, title=title), width)
+    return drawn(table(columns, rows, title=title, width=width), width)
 
 
-def table(columns: Sequence[Column], rows: Sequence[Sequence[object]], *, title: str | None = None) -> Table:
+def table(columns: Sequence[Column], rows: Sequence[Sequence[object]], *, title: str | None, width: int) -> Table:
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    cells = [[cell(value) for value in row] for row in rows]
     result = Table(box=box.SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False, padding=(0, 1))
-    for column in columns:
-        if column.kind == "number":
-            result.add_column(column.title, justify="right", no_wrap=True)
-        else:
-            result.add_column(column.title, overflow="ellipsis", no_wrap=column.ratio is None, ratio=column.ratio)
-    for row in rows:
-        result.add_row(*(Text(cell(value)) for value in row))
+    for column, its_width in zip(columns, _widths(columns, cells, width), strict=True):
+        result.add_column(
+            column.title,
+            justify="right" if column.kind == "number" else "left",
+            overflow="fold" if column.wrap else "ellipsis",
+            no_wrap=not column.wrap,
+            width=its_width,
+        )
+    for row in cells:
+        result.add_row(*map(Text, row))
     return result
+
+
+def _widths(columns: Sequence[Column], cells: Sequence[Sequence[str]], width: int) -> list[int]:
+    """What each column needs; where that is too much, those with a ratio share what the others leave."""
+    from rich.cells import cell_len
+
+    needed = [max(cell_len(text) for text in (column.title, *(row[n] for row in cells))) for n, column in enumerate(columns)]
+    left = width - 2 - 3 * (len(columns) - 1) - sum(n for n, column in zip(needed, columns, strict=True) if column.ratio is None)
+    shares = {n: column.ratio for n, column in enumerate(columns) if column.ratio is not None}
+    while shares and sum(needed[n] for n in shares) > left:
+        fits = [n for n in shares if needed[n] <= left * shares[n] // sum(shares.values())]
+        if not fits:  # all that are left want more than their share
+            for n, ratio in shares.items():
+                needed[n] = max(3, left * ratio // sum(shares.values()))
+            break
+        for n in fits:
+            left -= needed[n]
+            del shares[n]
+    return needed
 
 
 def drawn(renderable: Any, width: int) -> list[str]:
@@ -73,7 +98,8 @@ def drawn(renderable: Any, width: int) -> list[str]:
 
     paper = io.StringIO()
     Console(file=paper, width=width, color_system=None, force_terminal=False, legacy_windows=False).print(renderable)
-    return [line.rstrip() for line in paper.getvalue().strip("\n").splitlines()]
+    lines = [line.rstrip() for line in paper.getvalue().splitlines()]
+    return lines[next((n for n, line in enumerate(lines) if line), 0) : -1 if lines and not lines[-1] else None]
 
 
 def cell(value: object, *, raw: bool = False) -> str:
