@@ -3,7 +3,7 @@
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help demo test lint types imports check build clean
+.PHONY: help demo test lint types imports check bench build clean
 
 # The first of these that runs and is new enough: a name on PATH may be a shim for a version that is not installed.
 PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do \
@@ -34,6 +34,9 @@ imports: $(VENV)/.dev ## the import rules between modules
 	@$(BIN)/lint-imports
 
 check: lint types imports test ## all of the above but the demo
+
+bench: $(VENV)/.demo ## what it costs, beside the floor (5 minutes); one measure: make bench BENCH=ring; others: ARGS=--help
+	@$(BIN)/python -m benchmarks $(BENCH) $(ARGS)
 
 build: $(VENV)/.demo ## the wheel, into dist/
 	@echo "Building the wheel ..."

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from psycopg import sql as sql_text
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
-from support import APIS, Api, Processes, TestServer, choose, open_api
+from support import APIS, Api, Processes, TestServer, aio, choose, open_api
 
 # A real server answers in milliseconds, not in the microseconds that hypothesis expects.
 settings.register_profile(
@@ -104,12 +104,14 @@ def sql(direct_dsn: str) -> Iterator[Callable[..., list[tuple[Any, ...]]]]:
 
 
 @pytest.fixture
-def connect(direct_dsn: str) -> Iterator[Callable[..., psycopg.Connection[Any]]]:
-    """Open one more psycopg connection to this test's database, closed with the test."""
-    opened: list[psycopg.Connection[Any]] = []
+def connect(direct_dsn: str, request: pytest.FixtureRequest) -> Iterator[Callable[..., psycopg.Connection[Any]]]:
+    """Open one more psycopg connection to this test's database, of the kind that the shell takes; closed with the test."""
+    opened: list[Any] = []
+    api = request.getfixturevalue("api") if "api" in request.fixturenames else None
+    opens = psycopg.connect if api is None or api.name == "sync" else aio.Connection.connect
 
-    def run(**parameters: Any) -> psycopg.Connection[Any]:
-        opened.append(psycopg.connect(direct_dsn, **parameters))
+    def run(**parameters: Any) -> Any:
+        opened.append(opens(direct_dsn, **parameters))
         return opened[-1]
 
     yield run

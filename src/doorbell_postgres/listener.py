@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg.abc import PQGen
+from psycopg.pq import TransactionStatus
 from psycopg.waiting import Ready
 
 from doorbell_postgres import calls, watch, wire
@@ -38,6 +39,7 @@ class Wire(psycopg.Connection[tuple[Any, ...]]):
     patience: float = watch.PATIENCE
     heard: list[bytes]
     armed: set[int]
+    holds: bool
 
     def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
         try:
@@ -78,6 +80,7 @@ class Listener:
         for end in (self._nudge, self._nudged):
             end.setblocking(False)
         self._patience = watch.PATIENCE
+        self._failures = 0
         self._token: int | None = None
         self._status = Status(time.monotonic())
         self._pooled: bool | None = None
@@ -184,7 +187,6 @@ class Listener:
             self._nudge.send(b"!")
 
     def _run(self) -> None:
-        failures = 0
         while not self._closing:
             if not self._wanted():
                 self._sleep(None)
@@ -196,7 +198,6 @@ class Listener:
                     self._became_ready(connection)
                     self._serve(connection)
                 finally:
-                    failures = 0
                     connection.close()
             except Exception as exc:
                 if self._closing:
@@ -206,10 +207,10 @@ class Listener:
                 if isinstance(exc, wire.Late):
                     self._patience = min(watch.MOST_PATIENCE, self._patience * 2)
                 self._fell(exc)
-                failures += 1
+                self._failures += 1
                 # The first dial follows at once; then the waits grow, jittered, so that a fleet does not come back as one.
-                if failures > 1:
-                    self._sleep(min(0.5, 0.05 * 2 ** min(failures, 5)) * random.uniform(0.5, 1.0))
+                if self._failures > 1:
+                    self._sleep(min(0.5, 0.05 * 2 ** min(self._failures, 5)) * random.uniform(0.5, 1.0))
         self._hang_up()
 
     def _hang_up(self) -> None:
@@ -248,6 +249,8 @@ class Listener:
         try:
             connection = Wire.connect(self._dsn, autocommit=True, **self._options)
             connection.rope = self._rope
+            # Others are dialled beside it, so this one may take its time: it is what tells slow from dead.
+            connection.patience = watch.MOST_PATIENCE
             connection.heard = []
             connection.armed = set()
             # Notifications that come with the answer of a query, not while waiting for one.
@@ -275,13 +278,13 @@ class Listener:
         with self._lock:
             self._list.wake_all(time.monotonic())
         self._pooled = wire.is_pooled(connection)
-        if self._token is not None and not self._pooled:
-            self._execute(connection, calls.hold_session(self._token))
+        connection.holds = False
         self._log(self._status.ready(why_not, time.monotonic(), warn=self._listen))
 
     def _serve(self, connection: Wire) -> None:
         unwanted_since: float | None = None
         while not self._closing:
+            self._keep(connection)
             self._do_jobs(connection)
             self._arm(connection)
             self._look(connection)
@@ -295,8 +298,15 @@ class Listener:
                     return
             due = self._next_due()
             until = due if due is not None else (unwanted_since or now) + watch.LINGER
+            if self._token is not None and not connection.holds and not self._pooled:
+                until = min(until, now + 1.0)
             if connection.heard or connection in self._ready(max(0.0, until - now), connection):
                 self._hear(connection)
+
+    def _keep(self, connection: Wire) -> None:
+        """Hold the session's token again after a reconnect. The dead session may hold it for a while; then ask again."""
+        if self._token is not None and not connection.holds and not self._pooled:
+            connection.holds = self._execute(connection, calls.hold_session(self._token))
 
     def _arm(self, connection: Wire) -> None:
         """Hold the keys of the channels that are waited on, so that their posts are announced; let the others go.
@@ -347,6 +357,7 @@ class Listener:
             self._deliver_to_all(wire.translate(exc, calls.hello()))
             return
         self._patience = connection.patience = watch.PATIENCE
+        self._failures = 0
         self._status.scanned = time.monotonic()
         rang = False
         with self._lock:
@@ -399,7 +410,9 @@ class Listener:
         try:
             return call.read(connection.execute(call.sql, call.params).fetchall())
         finally:
-            connection.execute("rollback")
+            # A connection that broke has its own error to raise.
+            if connection.info.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
+                connection.execute("rollback")
 
     def _deliver_to_all(self, error: Exception) -> None:
         with self._lock:

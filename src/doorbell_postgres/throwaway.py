@@ -267,18 +267,21 @@ class _As:
 
     def popen(self, args: Sequence[str | Path], *, stdin: int) -> subprocess.Popen[bytes]:
         try:
-            return subprocess.Popen(
-                args,
-                stdin=stdin,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                cwd="/",  # ours may be one that this user cannot enter
-                env=self.env,
-                start_new_session=True,  # the terminal's Ctrl-C is not for the server
-                user=self.user,
-                group=self.group,
-                extra_groups=None if self.user is None else [],
-            )
+            # Under the lock: a child that another thread forked in here would keep the pipes' write ends, and whoever
+            # reads them, Popen itself included, would wait for that child to end.
+            with _fork_lock:
+                return subprocess.Popen(
+                    args,
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    cwd="/",  # ours may be one that this user cannot enter
+                    env=self.env,
+                    start_new_session=True,  # the terminal's Ctrl-C is not for the server
+                    user=self.user,
+                    group=self.group,
+                    extra_groups=None if self.user is None else [],
+                )
         except OSError as error:
             raise NoPermission(
                 f"Cannot run {args[0]} as {self.user or 'this user'}: {error.strerror}. "

@@ -75,6 +75,7 @@ class Doorbell:
         if self.closed:
             return None
         looked = False
+        look_until = time.monotonic() + GRACE
         with self._bus.store.listener.watching(self._watch) as mailbox:
             self._mailbox = mailbox
             if self._closed.is_set():
@@ -82,7 +83,8 @@ class Doorbell:
             while True:
                 left = deadline - time.monotonic()
                 try:
-                    outcome = mailbox.get(timeout=min(max(left, 0.0 if looked else GRACE, 0.0), LONGEST))
+                    grace = 0.0 if looked else look_until - time.monotonic()
+                    outcome = mailbox.get(timeout=min(max(left, grace, 0.0), LONGEST))
                 except queue.Empty:
                     if left > LONGEST:
                         continue
@@ -97,6 +99,7 @@ class Doorbell:
                         return event
                     if self.closed:
                         return None
+                    looked = False  # at what lies behind it, and in the other channels
                     self._bus.store.listener.again(self._watch, mailbox)
                 elif isinstance(outcome, Exception):
                     raise outcome

@@ -22,7 +22,13 @@ def _sync() -> Api:
     return Api("sync", MessageBus, Store, Doorbell)
 
 
-APIS = {"sync": _sync}
+def _aio() -> Api:
+    from support import aio
+
+    return Api("aio", aio.MessageBus, aio.Store, aio.Doorbell)
+
+
+APIS = {"aio": _aio, "sync": _sync}
 
 
 def open_api(name: str) -> Api:

@@ -25,9 +25,9 @@ exec 3<&0 </dev/null
 "$1/postgres" -D "$2" >>"$2/../log" 2>&1 3<&- &
 pid=$!
 echo "$pid"
-exec >/dev/null
+exec >/dev/null 2>&1
 read -r how <&3 || how=QUIT
-kill -"$how" "$pid" 2>/dev/null
+kill -"$how" "$pid"
 wait "$pid"
 """
 

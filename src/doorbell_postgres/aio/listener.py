@@ -354,6 +354,7 @@ class Listener:
             self._deliver_to_all(wire.translate(exc, calls.hello()))
             return
         self._failures = 0
+        self._status.scanned = self._loop.time()
         self._patience = connection.patience = watch.PATIENCE
         rang = False
         for each, own in zip(watches, watch.answer(watches, news), strict=True):

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import psycopg
 from psycopg.abc import PQGen
+from psycopg.generators import execute
 from psycopg.pq import TransactionStatus
 from psycopg.rows import tuple_row
 from psycopg_pool import AsyncConnectionPool, PoolClosed, PoolTimeout
@@ -49,13 +50,19 @@ class Session(psycopg.AsyncConnection[Any]):
         try:
             async with asyncio.timeout(SETTLE):
                 await self.cancel_safe(timeout=SETTLE)
-                await drive(gen, self.pgconn.socket)
-        except psycopg.errors.QueryCanceled:
-            return  # as good as before
-        except BaseException as exc:
+                try:
+                    await drive(gen, self.pgconn.socket)
+                except psycopg.errors.QueryCanceled:
+                    return
+                except psycopg.Error as exc:
+                    log.debug("a cancelled call was refused anyway (%s)", type(exc).__name__)
+                # Answered, not cancelled: the cancel may still be on its way. It shall hit nothing but this empty query.
+                self.pgconn.send_query(b"")
+                await drive(execute(self.pgconn), self.pgconn.socket)
+                return
+        except BaseException as exc:  # whatever it was, a second cancellation included: this connection is not to be trusted
             log.debug("a cancelled call gives its connection up (%s)", type(exc).__name__)
-        # Not cancelled but answered, too: the cancel may still be on its way, and would hit the next query.
-        self.pgconn.finish()
+            self.pgconn.finish()
 
 
 class _Dialer:

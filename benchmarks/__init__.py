@@ -1,0 +1,1 @@
+"""What doorbell-postgres costs, each measure beside its floor: `make bench`. See docs/performance.md."""

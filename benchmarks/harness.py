@@ -1,0 +1,409 @@
+"""How things are measured: crews of processes, alternating rounds, rows with a target.
+
+A measure is a function that takes a `Bench` and yields `Row`s and `Breakdown`s. Its work is done by *actors*: objects
+that live in processes of their own, made by spawn, each with the floor and ours as methods. A `Crew` runs one method in
+all of its processes at once, for a time, and gets every single latency back.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import sys
+import time
+import traceback
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection as Pipe
+from typing import Any, Literal, TypeAlias
+
+import psycopg
+from psycopg import sql
+from psycopg.conninfo import conninfo_to_dict
+
+from doorbell_postgres import migrate, throwaway
+
+BODY = "The quick brown fox jumps over the lazy dog, and 0123456789. " * 3 + "Two hundred bytes."
+"""The body of every message that is posted: about 200 bytes."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """How much of everything. The tiny one only shows that the measures work."""
+
+    seconds: float = 2.0
+    rounds: int = 3
+    warm: float = 0.3
+    processes: int = 32
+    messages: int = 100_000
+    batch: int = 1_000
+    rings: int = 100
+    gap: tuple[float, float] = (0.05, 0.1)
+    tasks: int = 32
+    listeners: tuple[int, ...] = (100, 300)
+    posters: int = 8
+    waits: int = 100
+    bells: int = 200
+    idle: float = 15.0
+    settle: float = 3.0
+    starts: int = 7
+    few: int = 10_000
+    many: int = 5_000_000
+    snapshot: float = 60.0
+    window: float = 5.0
+    ack_handles: int = 50
+    ack_rate: float = 200.0
+    profile: int = 2_000
+
+
+FULL = Size()
+TINY = Size(
+    seconds=0.1,
+    rounds=1,
+    warm=0.02,
+    processes=2,
+    messages=300,
+    batch=20,
+    rings=3,
+    gap=(0.02, 0.03),
+    tasks=4,
+    listeners=(3,),
+    posters=2,
+    waits=1,
+    bells=5,
+    idle=1.5,
+    settle=0.5,
+    starts=1,
+    few=50,
+    many=500,
+    snapshot=1.2,
+    window=0.4,
+    ack_handles=4,
+    ack_rate=40.0,
+    profile=20,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results
+
+
+@dataclass(frozen=True)
+class Target:
+    """`at_least` and `at_most` are for the ratio of ours to the floor; `within` is for ours itself."""
+
+    kind: Literal["at_least", "at_most", "within"]
+    bound: float
+
+    def holds(self, ours: float, ratio: float | None) -> bool:
+        if self.kind == "within":
+            return ours <= self.bound
+        if ratio is None:
+            return False
+        return ratio >= self.bound if self.kind == "at_least" else ratio <= self.bound
+
+
+def at_least(bound: float) -> Target:
+    return Target("at_least", bound)
+
+
+def at_most(bound: float) -> Target:
+    return Target("at_most", bound)
+
+
+def within(bound: float) -> Target:
+    return Target("within", bound)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table. Without `ours` it was not measured, and `note` says why."""
+
+    name: str
+    unit: str = ""
+    floor: float | None = None
+    ours: float | None = None
+    target: Target | None = None
+    note: str = ""
+
+    @property
+    def ratio(self) -> float | None:
+        return self.ours / self.floor if self.ours is not None and self.floor else None
+
+    @property
+    def ok(self) -> bool | None:
+        """None where there is nothing to hold."""
+        if self.ours is None or self.target is None:
+            return None
+        return self.target.holds(self.ours, self.ratio)
+
+
+def skipped(name: str, why: str) -> Row:
+    return Row(name, note=f"not measured: {why}")
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """Where the time of one call goes: the parts add up to the whole, in milliseconds."""
+
+    name: str
+    whole: float
+    parts: Sequence[tuple[str, float]]
+    note: str = ""
+
+
+Result: TypeAlias = Row | Breakdown
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One round: what all processes did in it. Each process is a run of calls without a pause: when it began, each latency."""
+
+    runs: Sequence[tuple[float, array[float]]]
+
+    @property
+    def count(self) -> int:
+        return sum(len(latencies) for _, latencies in self.runs)
+
+    @property
+    def rate(self) -> float:
+        """Calls a second, of all processes together."""
+        return sum(len(latencies) / sum(latencies) for _, latencies in self.runs if latencies)
+
+    def percentile(self, q: float) -> float:
+        """In milliseconds."""
+        return percentile([latency for _, latencies in self.runs for latency in latencies], q) * 1000
+
+    def rate_between(self, begin: float, end: float) -> float:
+        """Calls a second that ended in this part of the round, in seconds from its beginning."""
+        first = min(began for began, _ in self.runs)
+        ended = 0
+        for began, latencies in self.runs:
+            at = began - first
+            for latency in latencies:
+                at += latency
+                ended += begin <= at < end
+        return ended / (end - begin)
+
+
+def percentile(values: Iterable[float], q: float) -> float:
+    """The value that the share `q` of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+
+def median_rate(samples: Sequence[Sample]) -> float:
+    return statistics.median(sample.rate for sample in samples)
+
+
+def median_percentile(samples: Sequence[Sample], q: float) -> float:
+    return statistics.median(sample.percentile(q) for sample in samples)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Processes
+
+_spawn = multiprocessing.get_context("spawn")
+clock = time.monotonic
+"""One clock for all processes: the machine's."""
+
+
+class ActorFailed(Exception):
+    """What an actor raised, with its traceback as text."""
+
+
+def _repeat(step: Callable[[], object], begin: float, end: float) -> tuple[float, array[float]]:
+    latencies = array("d")
+    time.sleep(max(0.0, begin - clock()))
+    began = now = clock()
+    while now < end:
+        step()
+        after = clock()
+        latencies.append(after - now)
+        now = after
+    return began, latencies
+
+
+def _act(make: Callable[..., Any], dsn: str, index: int, options: dict[str, Any], pipe: Pipe) -> None:
+    try:
+        actor = make(dsn, index, **options)
+        pipe.send((True, None))
+        while True:
+            what, method, *arguments = pipe.recv()
+            done = getattr(actor, method)
+            pipe.send((True, _repeat(done, *arguments) if what == "repeat" else done(*arguments)))
+    except (EOFError, KeyboardInterrupt):  # the crew is dismissed
+        return
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+class Crew:
+    """Processes with an actor each: `make(dsn, index, **options)`, with `index` from 0. Ends with its `with` block."""
+
+    def __init__(self, make: Callable[..., Any], dsn: str, processes: int = 1, **options: Any) -> None:
+        self._workers: list[tuple[Any, Pipe]] = []
+        for index in range(processes):
+            here, there = _spawn.Pipe()
+            process = _spawn.Process(target=_act, args=(make, dsn, index, options, there), daemon=True)
+            process.start()
+            there.close()
+            self._workers.append((process, here))
+        try:
+            self.end()
+        except BaseException:
+            self.dismiss()
+            raise
+
+    def run(self, method: str, seconds: float) -> Sample:
+        """Call the method again and again in all processes for this long."""
+        begin = clock() + 0.05
+        for _, pipe in self._workers:
+            pipe.send(("repeat", method, begin, begin + seconds))
+        return Sample(self.end())
+
+    def call(self, method: str, *arguments: Any) -> list[Any]:
+        """Call the method once in each process; what each returned."""
+        self.begin(method, *arguments)
+        return self.end()
+
+    def begin(self, method: str, *arguments: Any) -> None:
+        for _, pipe in self._workers:
+            pipe.send(("call", method, *arguments))
+
+    def end(self) -> list[Any]:
+        """What each process returned, in order. Raises ActorFailed."""
+        answers = []
+        for _, pipe in self._workers:
+            try:
+                good, answer = pipe.recv()
+            except EOFError:
+                raise ActorFailed("the process has died") from None
+            if not good:
+                raise ActorFailed(answer)
+            answers.append(answer)
+        return answers
+
+    def dismiss(self) -> None:
+        for _, pipe in self._workers:
+            pipe.close()
+        for process, _ in self._workers:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    def __enter__(self) -> Crew:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.dismiss()
+
+
+def alternate(crew: Crew, methods: Sequence[str], size: Size, *, before: str | None = None) -> dict[str, list[Sample]]:
+    """Floor, ours, floor, ours …: `size.rounds` samples of each method, after a short run of each that does not count.
+
+    `before` is called ahead of every round, and not timed.
+    """
+    if before is not None:
+        crew.call(before)
+    for method in methods:
+        crew.run(method, size.warm)
+    samples: dict[str, list[Sample]] = {method: [] for method in methods}
+    for _ in range(size.rounds):
+        if before is not None:
+            crew.call(before)
+        for method in methods:
+            samples[method].append(crew.run(method, size.seconds))
+    return samples
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The server
+
+DURABLE = {
+    "fsync": "on",
+    "synchronous_commit": "on",
+    "full_page_writes": "on",
+    "shared_buffers": "512MB",
+    "max_wal_size": "8GB",  # so that a checkpoint forced by one side's writes does not fall on the other's round
+    "max_connections": "600",
+}
+
+
+@dataclass
+class Bench:
+    """What a measure gets: a durable server, and how much to do."""
+
+    server: throwaway.Server
+    size: Size = FULL
+    _template: str | None = field(default=None, repr=False)
+    _made: list[str] = field(default_factory=list, repr=False)
+
+    def database(self) -> str:
+        """The DSN of a database for this measure alone: our schema, and the floor's table."""
+        from benchmarks import floor
+
+        if self._template is None:
+            dsn = self.server.create_database()
+            migrate.upgrade(dsn)
+            with psycopg.connect(dsn, autocommit=True) as connection:
+                connection.execute(floor.TABLE)
+                self._template = connection.info.dbname
+        dsn = self.server.create_database(self._template)
+        self._made.append(str(conninfo_to_dict(dsn)["dbname"]))
+        return dsn
+
+    def clean(self) -> None:
+        """Drop what the measure made, and write out what is dirty, so that nothing of it is left to do during the next one."""
+        with psycopg.connect(self.server.dsn(), autocommit=True) as connection:
+            for name in self._made:
+                connection.execute(sql.SQL("drop database {} with (force)").format(sql.Identifier(name)))
+            connection.execute("checkpoint")
+        self._made.clear()
+
+    def say(self, text: str) -> None:
+        print(f"  {text}", file=sys.stderr, flush=True)
+
+
+def fill(dsn: str, channel: str, count: int, *, handle: str | None = None, body: str = BODY) -> None:
+    """Put `count` messages into a new channel in one statement, past the functions; `handle` subscribes before them."""
+    with psycopg.connect(dsn, autocommit=True) as connection:
+        row = connection.execute("insert into doorbell.channel (name) values (%s) returning id", (channel,)).fetchone()
+        assert row is not None
+        connection.execute(
+            "insert into doorbell.message (channel_id, seq, sender, body, headers, idempotency_key, created_at)"
+            " select %s, n, 'filler', %s, '{}', null, clock_timestamp() from generate_series(1, %s) as n",
+            (row[0], body, count),
+        )
+        if handle is not None:
+            connection.execute(
+                "insert into doorbell.cursor (channel_id, handle, acked_seq, subscribed_at) values (%s, %s, 0, now())",
+                (row[0], handle),
+            )
+        connection.execute("vacuum (analyze) doorbell.message, doorbell.channel, doorbell.cursor")
+
+
+def keys_held(connection: psycopg.Connection[Any]) -> int:
+    """How many keys of bells are held on this database: one for each session that waits on one channel."""
+    row = connection.execute(
+        "select count(*) from pg_locks where locktype = 'advisory' and granted and mode = 'ShareLock' and objsubid = 1"
+        " and classid::bigint >> 24 in (82, 83)"
+        " and database = (select oid from pg_database where datname = current_database())"
+    ).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def until(holds: Callable[[], bool], *, timeout: float, pause: float = 0.002) -> float:
+    """Wait until it holds; the clock's time then."""
+    ends = clock() + timeout
+    while not holds():
+        if clock() > ends:
+            raise TimeoutError(f"still not so after {timeout:g} s")
+        time.sleep(pause)
+    return clock()
+
+
+Measure: TypeAlias = Callable[[Bench], Iterator[Result]]
