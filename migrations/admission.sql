@@ -391,6 +391,23 @@ begin
 end
 $$;
 
+-- Gives back what the admit call with this nonce has taken, if it has: its answer was lost, and its session lives on without
+-- knowing. False when there is nothing to give back. Locks: the turn row.
+create function doorbell.abandon_admission(handle text, channel text, seq bigint, nonce bigint, holder bigint) returns boolean
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+as $$
+begin
+  update doorbell.turn as t
+    set holder = null
+    from doorbell.channel as c
+    join doorbell.delivery as d
+      on d.channel_id = c.id and d.handle = abandon_admission.handle and d.seq = abandon_admission.seq
+    where c.name = abandon_admission.channel and t.channel_id = d.turn_channel_id and t.id = d.turn_id
+      and t.nonce = abandon_admission.nonce and t.holder = abandon_admission.holder;
+  return found;
+end
+$$;
+
 -- What the handle has taken on and not ended, the oldest first: what a predecessor left, and what lives.
 --
 -- held says that the session that works on it is alive. The message is the one that was admitted first; to take a turn up

@@ -703,7 +703,7 @@ def survive(api: Api, bus: Any, dsn: str, sql: Sql, processes: Processes, *, tur
 
 @failure_mode
 @pytest.mark.parametrize(
-    ("turns", "deadliness"), [(40, 0.03), pytest.param(500, 0.02, marks=[pytest.mark.slow, pytest.mark.timeout(320)])]
+    ("turns", "deadliness"), [(40, 0.03), pytest.param(500, 0.012, marks=[pytest.mark.slow, pytest.mark.timeout(320)])]
 )
 def test_sessions_killed_at_random_do_everything_once(
     api: Api, bus: Any, dsn: str, sql: Sql, processes: Processes, turns: int, deadliness: float

@@ -71,7 +71,7 @@ SIGNALS = {
     "announce": "select doorbell.announce(array[1])",
     "arm": "select doorbell.arm(array[1, 0], array[2])",
     "hold_session": "select doorbell.hold_session(7)",
-    "unfinished_turns": "select * from doorbell.unfinished_turns('worker')",
+    "unfinished_turns": "select count(*) from doorbell.unfinished_turns('worker')",
 }
 VIEWS = ("backlog", "channels", "turns", "health", "violations")
 # For operators and the owner: tests/test_roles.py and tests/test_prune.py.

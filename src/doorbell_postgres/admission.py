@@ -14,7 +14,16 @@ from typing import Any, Literal, NamedTuple, get_args
 from doorbell_postgres import calls
 from doorbell_postgres.calls import Call, Posted, Rows
 from doorbell_postgres.contract import Message, OnDuplicate, TurnState, UnfinishedTurn
-from doorbell_postgres.errors import DoorbellError, InvalidInput, TurnLost
+from doorbell_postgres.errors import (
+    BusClosed,
+    DoorbellError,
+    ForkedBus,
+    InvalidInput,
+    LogRewound,
+    SchemaMismatch,
+    TurnLost,
+    UnknownChannel,
+)
 from doorbell_postgres.wakeline import sanitize
 
 ERROR_LEN = 500
@@ -68,7 +77,14 @@ def checked(msg: object, on_duplicate: object, max_attempts: object = None) -> N
         calls.count("max_attempts", max_attempts, least=1, most=2**31 - 1)
 
 
-def admit(handle: str, msg: Message, *, event_id: str | None, on_duplicate: OnDuplicate, holder: int) -> Call[Admitted]:
+def new_nonce() -> int:
+    """What one admit call is known by, however often it is sent."""
+    return secrets.randbits(63)
+
+
+def admit(
+    handle: str, msg: Message, *, event_id: str | None, on_duplicate: OnDuplicate, holder: int, nonce: int
+) -> Call[Admitted]:
     checked(msg, on_duplicate)
 
     def read(rows: Rows) -> Admitted:
@@ -86,11 +102,25 @@ def admit(handle: str, msg: Message, *, event_id: str | None, on_duplicate: OnDu
             None if event_id is None else calls.name("event_id", event_id, EVENT_ID_BYTES),
             on_duplicate,
             holder,
-            secrets.randbits(63),
+            nonce,
             msg.created_at,
         ),
         read,
     )
+
+
+def abandon(handle: str, msg: Message, *, holder: int, nonce: int) -> Call[bool]:
+    """For an admit call that has failed without a refusal: it may have taken the turn all the same."""
+    return Call(
+        "select doorbell.abandon_admission(%s::text, %s::text, %s::bigint, %s::bigint, %s::bigint)",
+        (handle, msg.channel, msg.seq, nonce, holder),
+        calls.read_one,
+    )
+
+
+def is_refusal(exc: BaseException) -> bool:
+    """Whether an admission that failed so has certainly not happened."""
+    return isinstance(exc, (InvalidInput, UnknownChannel, LogRewound, BusClosed, ForkedBus, SchemaMismatch))
 
 
 def step_pending(claim: Claim, step: str) -> Call[bool]:
@@ -300,6 +330,13 @@ def leaving(state: TurnState, *, owned: bool, attempt: int, max_attempts: int | 
     if max_attempts is not None and attempt >= max_attempts and isinstance(error, Exception):
         return "fail"
     return "release"
+
+
+def step_taken(step: str) -> TurnLost:
+    return TurnLost(
+        f"Step {step!r} was recorded by another thread or task of this turn while this one worked on it; "
+        "what this one wrote is rolled back. Let one of them run a step."
+    )
 
 
 def note(error: BaseException, exc: BaseException) -> None:

@@ -5,7 +5,6 @@ What a turn promises is what the functions of admission.sql promise; this is the
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,12 +12,10 @@ from datetime import datetime
 
 from doorbell_postgres import admission
 from doorbell_postgres.admission import Admitted, Claim
+from doorbell_postgres.calls import Call
 from doorbell_postgres.contract import Message, OnDuplicate, TurnState, UnfinishedTurn
-from doorbell_postgres.errors import TurnLost
 from doorbell_postgres.store import Connection, Store
 from doorbell_postgres.watch import ListenerState
-
-log = logging.getLogger("doorbell_postgres")
 
 
 class Step:
@@ -60,6 +57,7 @@ class Turn:
         self._turns = turns
         self._claim = admitted.claim
         self._owned = admitted.should_run
+        self._ended = False
 
     def __repr__(self) -> str:
         return f"<Turn of {self.handle!r} for {self.message.channel!r}#{self.message.seq}: {self.state}, attempt {self.attempt}>"
@@ -74,19 +72,21 @@ class Turn:
         """
         claim = self._owner()
         if conn is not None:
-            yield from self._step(claim, name, conn)
+            step = self._begin(claim, name, conn)
+            yield step
+            self._record(claim, step)
             return
         with self._turns.store.transaction() as own:
-            yield from self._step(claim, name, own)
+            step = self._begin(claim, name, own)
+            yield step
+            self._record(claim, step)
 
-    def _step(self, claim: Claim, name: str, conn: Connection) -> Iterator[Step]:
-        step = Step(name, conn, self._turns.store._run(admission.step_pending(claim, name), conn))
-        yield step
-        if step.pending and not self._turns.store._run(admission.record_step(claim, name), conn):
-            raise TurnLost(
-                f"Step {name!r} was recorded by another thread of this turn while this one worked on it; "
-                "what this one wrote is rolled back. Let one thread run a step."
-            )
+    def _begin(self, claim: Claim, name: str, conn: Connection) -> Step:
+        return Step(name, conn, self._turns.store._run(admission.step_pending(claim, name), conn))
+
+    def _record(self, claim: Claim, step: Step) -> None:
+        if step.pending and not self._turns.store._run(admission.record_step(claim, step.name), step.conn):
+            raise admission.step_taken(step.name)
 
     def reserve(self, correlation_id: str, *, conn: Connection | None = None) -> datetime:
         """The time, in UTC, that belongs to this correlation id: now at first, and the same ever after, in every attempt.
@@ -175,16 +175,14 @@ class Turn:
         """Give the turn back unfinished: whoever is delivered the message next resumes it. Nothing when it is not owned."""
         if self._owned:
             self._owned = False
-            self._turns.release(self._claim, error)
-
-    _ended = False
+            self._turns.store._run(admission.release(self._claim, error))
 
     def _owner(self, *, ended: bool = False) -> Claim:
         if not self._owned and not (ended and self._ended):
             raise admission.not_owned(self.state)
         return self._claim
 
-    def leave(self, error: BaseException | None, max_attempts: int | None) -> None:
+    def _leave(self, error: BaseException | None, max_attempts: int | None) -> None:
         """What `with bus.turn(…)` does at its end."""
         what = admission.leaving(self.state, owned=self._owned, attempt=self.attempt, max_attempts=max_attempts, error=error)
         if what in ("finish", "settle"):
@@ -195,19 +193,21 @@ class Turn:
                     self.fail(error)
                 else:
                     self.release(error)
-            except Exception as exc:  # the error that leaves the block matters more
-                self._turns.release_later(self._claim, error)
+            except BaseException as exc:  # the error that leaves the block matters more
+                self._turns.send_later(admission.release(self._claim, error))
                 admission.note(error, exc)
+                if not isinstance(exc, Exception):
+                    raise
 
 
 class Turns:
-    """One bus's side of admission: the token that says that this session lives, and releases that could not be sent."""
+    """One bus's side of admission: the token that says that this session lives, and what could not be given back yet."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
         self._token = admission.new_token()
         self._held: ListenerState | None = None
-        self._unsent: list[tuple[Claim, BaseException | str | None]] = []
+        self._unsent: list[Call[bool]] = []
         self._lock = threading.Lock()
 
     def admit(
@@ -222,9 +222,14 @@ class Turns:
         admission.checked(msg, on_duplicate)
         self.store.check_usable()
         self._send_unsent()
-        holder = self._token if self._hold() else 0
-        call = admission.admit(handle, msg, event_id=event_id, on_duplicate=on_duplicate, holder=holder)
-        return Turn(self, handle, msg, self.store._run(call, conn))
+        holder, nonce = self._token if self._hold() else 0, admission.new_nonce()
+        call = admission.admit(handle, msg, event_id=event_id, on_duplicate=on_duplicate, holder=holder, nonce=nonce)
+        try:
+            return Turn(self, handle, msg, self.store._run(call, conn))
+        except BaseException as exc:
+            if conn is None and not admission.is_refusal(exc):
+                self.send_later(admission.abandon(handle, msg, holder=holder, nonce=nonce))
+            raise
 
     @contextmanager
     def turn(
@@ -232,43 +237,42 @@ class Turns:
     ) -> Iterator[Turn]:
         admission.checked(msg, on_duplicate, max_attempts)
         turn = self.admit(handle, msg, event_id=event_id, on_duplicate=on_duplicate)
-        if turn.should_run and turn.state == "resumed" and max_attempts is not None and turn.attempt > max_attempts:
-            turn.fail(admission.given_up(turn.attempt, turn.error))
-            turn.state, turn.should_run = "duplicate", False
         try:
+            if turn.state == "resumed" and max_attempts is not None and turn.attempt > max_attempts:
+                turn.fail(admission.given_up(turn.attempt, turn.error))
+                turn.state, turn.should_run = "duplicate", False
             yield turn
-        except BaseException as error:
-            turn.leave(error, max_attempts)
+            turn._leave(None, max_attempts)
+        except BaseException as error:  # also of the end itself: a turn that was left is not held
+            turn._leave(error, max_attempts)
             raise
-        turn.leave(None, max_attempts)
 
     def unfinished(self, handle: str) -> list[UnfinishedTurn]:
         return self.store._run(admission.unfinished(handle))
 
-    def release(self, claim: Claim, error: str | BaseException | None) -> None:
-        self.store._run(admission.release(claim, error))
-
-    def release_later(self, claim: Claim, error: BaseException | str | None) -> None:
-        """The database is away, and this session lives: without a release the turn would read as running."""
+    def send_later(self, call: Call[bool]) -> None:
+        """The database is away, and this session lives: what it does not give back reads as running."""
         with self._lock:
-            self._unsent.append((claim, error))
+            self._unsent.append(call)
 
     def _send_unsent(self) -> None:
         while self._unsent:
             with self._lock:
-                claim, error = self._unsent.pop(0)
+                if not self._unsent:
+                    return
+                call = self._unsent.pop(0)
             try:
-                self.release(claim, error)
-            except Exception:
-                self.release_later(claim, error)
+                self.store._run(call)
+            except BaseException:
+                self.send_later(call)
                 raise
 
     def _hold(self) -> bool:
         """Whether the token is locked. Asked again only when the listener has changed its state since: it takes the token
         again by itself after a reconnect."""
         listener = self.store.listener
-        if self._held is None or self._held is not listener.state:
-            held = listener.hold(self._token, max(5.0, self.store._retry_for))
-            self._held = listener.state if held else None
-            return held
-        return True
+        if self._held is not None and self._held is listener.state:
+            return True
+        held = listener.hold(self._token, max(5.0, self.store._retry_for))
+        self._held = listener.state if held else None
+        return held

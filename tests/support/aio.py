@@ -17,7 +17,7 @@ from typing import Any
 
 import psycopg
 
-from doorbell_postgres.aio import AsyncDoorbell, AsyncMessageBus, AsyncStore
+from doorbell_postgres.aio import AsyncDoorbell, AsyncMessageBus, AsyncStep, AsyncStore, AsyncTurn
 
 _LOCK = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
@@ -128,6 +128,9 @@ class Store(Owner):
         with _entered(self._real.transaction()) as connection:
             yield Connection(connection)
 
+    def _run(self, call: Any) -> Any:
+        return run(self._real._run(call))
+
 
 class MessageBus(Owner):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -153,6 +156,44 @@ class MessageBus(Owner):
     def transaction(self) -> Iterator[Any]:
         with _entered(self._real.transaction()) as connection:
             yield Connection(connection)
+
+    @functools.wraps(AsyncMessageBus.admit)
+    def admit(self, *args: Any, **kwargs: Any) -> Turn:
+        return Turn(run(self._real.admit(*args, **{key: _real(value) for key, value in kwargs.items()})))
+
+    @functools.wraps(AsyncMessageBus.turn)
+    @contextmanager
+    def turn(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
+        with _entered(self._real.turn(*args, **kwargs)) as turn:
+            yield Turn(turn)
+
+
+class Turn:
+    """An AsyncTurn with the methods of a Turn."""
+
+    def __init__(self, real: AsyncTurn) -> None:
+        self._real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+    def __repr__(self) -> str:
+        return repr(self._real)
+
+    @contextmanager
+    def step(self, name: str, **kwargs: Any) -> Iterator[Any]:
+        given = kwargs.get("conn")
+        with _entered(self._real.step(name, **{key: _real(value) for key, value in kwargs.items()})) as step:
+            yield Step(step, given or Connection(step.conn))
+
+
+class Step:
+    def __init__(self, real: AsyncStep, conn: Any) -> None:
+        self._real = real
+        self.conn = conn
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
 
 
 class Doorbell(Owner):
@@ -190,6 +231,7 @@ class Doorbell(Owner):
 _copy_public_names(Store, AsyncStore)
 _copy_public_names(MessageBus, AsyncMessageBus)
 _copy_public_names(Doorbell, AsyncDoorbell)
+_copy_public_names(Turn, AsyncTurn)
 
 
 def _each(items: Any) -> Iterator[Any]:

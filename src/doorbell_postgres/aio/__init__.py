@@ -2,6 +2,7 @@
 
 from doorbell_postgres.aio.bus import AsyncMessageBus
 from doorbell_postgres.aio.store import AsyncStore
+from doorbell_postgres.aio.turns import AsyncStep, AsyncTurn
 from doorbell_postgres.aio.waiter import AsyncDoorbell
 
-__all__ = ["AsyncDoorbell", "AsyncMessageBus", "AsyncStore"]
+__all__ = ["AsyncDoorbell", "AsyncMessageBus", "AsyncStep", "AsyncStore", "AsyncTurn"]

@@ -9,7 +9,8 @@ from contextlib import AbstractAsyncContextManager
 
 from doorbell_postgres import calls
 from doorbell_postgres.aio.store import AsyncStore, Connection
-from doorbell_postgres.contract import Backlog, Draft, Message, Notify, Start
+from doorbell_postgres.aio.turns import AsyncTurn, AsyncTurns
+from doorbell_postgres.contract import Backlog, Draft, Message, Notify, OnDuplicate, Start, UnfinishedTurn
 from doorbell_postgres.watch import ListenerState
 
 
@@ -48,6 +49,7 @@ class AsyncMessageBus:
             lock_timeout=lock_timeout,
         )
         self.activity = self.store.activity
+        self._turns = AsyncTurns(self.store)
 
     async def post(
         self,
@@ -149,6 +151,47 @@ class AsyncMessageBus:
             await asyncio.sleep(min(pause, left))
             pause = min(0.25, pause * 1.5)
         return True
+
+    async def admit(
+        self,
+        handle: str,
+        msg: Message,
+        *,
+        event_id: str | None = None,
+        on_duplicate: OnDuplicate = "skip",
+        conn: Connection | None = None,
+    ) -> AsyncTurn:
+        """Take on the event that `msg` carries as a turn of the handle, once, however often and wherever it is delivered.
+
+        The event is known by `event_id`, else by the message's header `event-id`, else by its key in its channel, else by
+        its number there. See Turn for what comes back. With `conn`, the marker commits with what you write there, or not
+        at all; a twin that asks meanwhile waits for that commit. End it with `finish`, `fail` or `release`.
+
+        What is replayed after the key window is a new event. Raises UnknownChannel, InvalidInput for a message that is not
+        in the log, LogRewound when another message carries its number.
+        """
+        return await self._turns.admit(handle, msg, event_id=event_id, on_duplicate=on_duplicate, conn=conn)
+
+    def turn(
+        self,
+        handle: str,
+        msg: Message,
+        *,
+        event_id: str | None = None,
+        on_duplicate: OnDuplicate = "skip",
+        max_attempts: int | None = None,
+    ) -> AbstractAsyncContextManager[AsyncTurn]:
+        """Admit, and end the turn with the block: work in it only `if turn.should_run:`.
+
+        A clean exit finishes a turn that ran, settles the delivery of a duplicate, and changes nothing for one that runs
+        elsewhere. An exception leaves it unfinished and released, with the error recorded and the cursor where it was, and
+        propagates. From attempt `max_attempts` on it fails the turn instead, as does beginning one attempt more.
+        """
+        return self._turns.turn(handle, msg, event_id=event_id, on_duplicate=on_duplicate, max_attempts=max_attempts)
+
+    async def unfinished_turns(self, handle: str) -> list[UnfinishedTurn]:
+        """What the handle has taken on and not ended, the oldest first: what a predecessor left, and what lives (`held`)."""
+        return await self._turns.unfinished(handle)
 
     def transaction(self) -> AbstractAsyncContextManager[Connection]:
         """A connection in a transaction, to pass as `conn=` beside your own statements; commits when the block ends.
