@@ -349,6 +349,7 @@ class Listener:
             questions, preview = watch.ask(watches)
         if not watches:
             return
+        began = time.monotonic()
         try:
             news = self._execute(connection, calls.peek(questions, preview=preview)) if questions else []
         except psycopg.Error as exc:
@@ -356,7 +357,7 @@ class Listener:
                 raise
             self._deliver_to_all(wire.translate(exc, calls.hello()))
             return
-        self._patience = connection.patience = watch.PATIENCE
+        self._patience = connection.patience = watch.patience_after(time.monotonic() - began)
         self._failures = 0
         self._status.scanned = time.monotonic()
         rang = False

@@ -259,6 +259,11 @@ def keys_for(channel_ids: Iterable[int]) -> set[int]:
     return keys if len(keys) <= MOST_KEYS else {WILDCARD}
 
 
+def patience_after(took: float) -> float:
+    """How long to wait for the next answer when the last one took `took` seconds: a far server is not a dead one."""
+    return min(MOST_PATIENCE, max(PATIENCE, 2 * took))
+
+
 def rewound() -> LogRewound:
     return LogRewound(
         "The log is older than what this bell has seen: a restore or a failover has lost its end, and other messages may "

@@ -254,6 +254,7 @@ class Listener:
         try:
             heard = connection.heard = []
             connection.armed = set()
+            connection.patience = watch.MOST_PATIENCE  # one that is slow has others dialling beside it
             # Notifications that come with the answer of a query, not while waiting for one.
             connection.add_notify_handler(lambda note: heard.append(note.payload.encode()))
             cursor = await connection.execute(*wire.on_connect(connection, read_only=True))
@@ -346,6 +347,7 @@ class Listener:
         questions, preview = watch.ask(watches)
         if not watches:
             return
+        began = self._loop.time()
         try:
             news = await self._execute(connection, calls.peek(questions, preview=preview)) if questions else []
         except psycopg.Error as exc:
@@ -355,7 +357,7 @@ class Listener:
             return
         self._failures = 0
         self._status.scanned = self._loop.time()
-        self._patience = connection.patience = watch.PATIENCE
+        self._patience = connection.patience = watch.patience_after(self._loop.time() - began)
         rang = False
         for each, own in zip(watches, watch.answer(watches, news), strict=True):
             if each not in self._list:
