@@ -247,7 +247,10 @@ def translate(exc: psycopg.Error, call: Call[Any]) -> Exception:
             "Try again, or find the holder in pg_stat_activity: posts in a long transaction hold their channel until it ends."
         )
     if state == errors.DENIED:
-        return AccessDenied(f"The role may not do this: {why(exc)}. Let an operator grant it the contract's functions.")
+        return AccessDenied(
+            f"The role may not do this: {why(exc)}. doorbell grant ROLE lets it call the contract, with --operator read the "
+            "views; pruning, importing and granting are for the owner of the schema."
+        )
     if state in errors.SCHEMA_ABSENT:
         return unmigrated()
     return exc

@@ -359,6 +359,10 @@ class AsyncStore:
         """Remove the handle's cursor; False when there was none. Raises UnknownChannel."""
         return await self._run(calls.unsubscribe(handle, channel), conn)
 
+    async def skip_pruned(self, handle: str, channel: str, *, conn: Connection | None = None) -> int:
+        """Give up what retention has removed unread; see MessageBus.skip_pruned."""
+        return await self._run(calls.skip_pruned(handle, channel), conn)
+
     async def subscriptions(self, handle: str) -> list[str]:
         """The names of the channels that the handle is subscribed to, sorted; [] for an unknown handle."""
         return await self._run(calls.subscriptions(handle))
