@@ -17,7 +17,8 @@
 
 
 -- ---------------------------------------------------------------------------------------------------------------------
--- Private: refusing, locking, announcing
+-- Private: refusing, locking, announcing. _lock_channel, _head and _armed pin no search_path of their own, since each pin is
+-- paid for in every post: nobody but the functions below can call them, and those have pinned theirs.
 -- ---------------------------------------------------------------------------------------------------------------------
 
 -- The first thing that is wrong with a name, or null. Names are 1 to most bytes of UTF-8.
@@ -106,7 +107,7 @@ $$;
 -- The id of the channel, whose row is locked until the transaction ends; creates it where it is not there yet.
 -- Locks: the channel row, for no key update. A rival's uncommitted creation is waited for by the unique index.
 create function doorbell._lock_channel(channel text) returns bigint
-language plpgsql volatile set search_path = pg_catalog, pg_temp
+language plpgsql volatile
 as $$
 declare
   v_id bigint;
@@ -122,7 +123,7 @@ $$;
 
 -- The seq of the newest message; 0 when there is none. An index probe: the newest row of a channel is never removed.
 create function doorbell._head(channel_id bigint) returns bigint
-language plpgsql stable set search_path = pg_catalog, pg_temp
+language plpgsql stable
 as $$
 begin
   return coalesce(
@@ -150,11 +151,11 @@ $$;
 -- Probes of one channel cannot meet, being made under its row lock. Those of the wildcard can, and then read "armed": it
 -- is asked twice, since a wrong answer costs a notification that nobody needs.
 create function doorbell._armed(channel_id bigint) returns boolean
-language plpgsql volatile set search_path = pg_catalog, pg_temp
+language plpgsql volatile
 as $$
 declare
-  v_channel constant bigint := doorbell._bell_key(channel_id);
-  v_wildcard constant bigint := doorbell._bell_key(0);
+  v_channel constant bigint := (82::bigint << 56) | channel_id;
+  v_wildcard constant bigint := 83::bigint << 56;
 begin
   return case when pg_try_advisory_lock(v_channel) then not pg_advisory_unlock(v_channel) else true end
     or (case when pg_try_advisory_lock(v_wildcard) then not pg_advisory_unlock(v_wildcard) else true end
@@ -508,14 +509,14 @@ $$;
 -- One page of what the handle has not acked, by channel name, then seq, from behind (after_channel, after_seq).
 --
 -- Promise: starts at the cursors, wherever after_* points back to. An empty page is the true head of every subscribed channel; a short
---   page is not. At most page_size messages, and no more once their bodies reach max_bytes.
+--   page is not. At most page_size messages, and no more once their bodies reach max_bytes (null: no limit).
 -- Errors: RB006 where messages behind a cursor were removed (prune with force), until skip_pruned.
 create function doorbell.unacked(
   handle text,
   after_channel text default null,
   after_seq bigint default 0,
   page_size integer default 100,
-  max_bytes bigint default 9223372036854775807
+  max_bytes bigint default null
 ) returns table (channel text, seq bigint, sender text, body text, headers jsonb, idempotency_key text, created_at timestamptz)
 language plpgsql stable security definer set search_path = pg_catalog, pg_temp
 as $$
@@ -523,6 +524,7 @@ declare
   v_cursor record;
   v_rows integer := page_size;
   v_bytes bigint := max_bytes;
+  v_last bigint;
   v_found bigint;
   v_size bigint;
 begin
@@ -538,28 +540,31 @@ begin
     if v_cursor.up_to > v_cursor.acked_seq then
       perform doorbell._refuse_pruned(handle, v_cursor.name, v_cursor.acked_seq, v_cursor.up_to);
     end if;
-    return query
-      select v_cursor.name, p.seq, p.sender, p.body, p.headers, p.idempotency_key, p.created_at
-      from (
-        select m.seq, m.sender, m.body, m.headers, m.idempotency_key, m.created_at,
-               sum(octet_length(m.body)) over (order by m.seq) - octet_length(m.body) as before
+    v_last := null;
+    if max_bytes is not null then
+      -- The last message that still fits: the sizes are read from the rows alone, without their bodies.
+      select max(p.seq), sum(p.size) into v_last, v_size
         from (
-          select n.seq, n.sender, n.body, n.headers, n.idempotency_key, n.created_at
-          from doorbell.message as n
-          where n.channel_id = v_cursor.id and n.seq > v_cursor.floor
-          order by n.seq
-          limit v_rows
-        ) as m
-      ) as p
-      where p.before < v_bytes
-      order by p.seq;
-    get diagnostics v_found = row_count;
-    if v_found > 0 and max_bytes < 9223372036854775807 then
-      select sum(octet_length(m.body)) into v_size
-        from doorbell.message as m
-        where m.channel_id = v_cursor.id and m.seq > v_cursor.floor and m.seq <= v_cursor.floor + v_found;
+          select n.seq, octet_length(n.body) as size, sum(octet_length(n.body)) over (order by n.seq) - octet_length(n.body) as before
+          from (
+            select m.seq, m.body
+            from doorbell.message as m
+            where m.channel_id = v_cursor.id and m.seq > v_cursor.floor
+            order by m.seq
+            limit v_rows
+          ) as n
+        ) as p
+        where p.before < v_bytes;
+      continue when v_last is null;
       v_bytes := v_bytes - v_size;
     end if;
+    return query
+      select v_cursor.name, m.seq, m.sender, m.body, m.headers, m.idempotency_key, m.created_at
+      from doorbell.message as m
+      where m.channel_id = v_cursor.id and m.seq > v_cursor.floor and (v_last is null or m.seq <= v_last)
+      order by m.seq
+      limit v_rows;
+    get diagnostics v_found = row_count;
     v_rows := v_rows - v_found;
     exit when v_rows <= 0 or v_bytes <= 0;
   end loop;

@@ -358,7 +358,7 @@ def unacked(handle: str, after: tuple[str, int] | None, *, page_size: int, max_b
             channel,
             seq,
             count("page_size", page_size, least=1, most=MAX_PAGE),
-            MAX_BIGINT if max_bytes is None else count("max_bytes", max_bytes, least=1, most=MAX_BIGINT),
+            None if max_bytes is None else count("max_bytes", max_bytes, least=1, most=MAX_BIGINT),
         ),
         _messages,
     )

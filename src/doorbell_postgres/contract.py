@@ -70,7 +70,7 @@ class Headers(Mapping[str, str]):
 NO_HEADERS = Headers()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message as the log holds it. Equal by value in its first five fields, whoever returned it.
 

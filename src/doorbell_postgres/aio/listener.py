@@ -76,6 +76,7 @@ class Wire(psycopg.AsyncConnection[tuple[Any, ...]]):
     patience: float = watch.PATIENCE
     heard: list[bytes]
     armed: set[int]
+    holds: bool
 
     async def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
         return await drive(gen, self.pgconn.socket, self.patience)
@@ -273,16 +274,18 @@ class Listener:
             except wire.LISTEN_REFUSED as exc:
                 why_not = wire.why(exc)
         self._list.wake_all(self._loop.time())
-        if self._token is not None and not wire.is_pooled(connection):
-            await self._execute(connection, calls.hold_session(self._token))
+        connection.holds = False
         self._log(self._status.ready(why_not, self._loop.time(), warn=self._listen))
 
     async def _serve(self, connection: Wire) -> None:
         unwanted_since: float | None = None
         while True:
             self._nudged.clear()
+            await self._keep(connection)
             await self._do_jobs(connection)
             until = await self._arm(connection)
+            if not self._is_held(connection):
+                until = min(until, self._loop.time() + 1.0)
             await self._look(connection)
             now = self._loop.time()
             if self._wanted():
@@ -308,6 +311,14 @@ class Listener:
         finally:
             timer.cancel()
             self._loop.remove_reader(fd)
+
+    def _is_held(self, connection: Wire) -> bool:
+        return self._token is None or connection.holds or wire.is_pooled(connection)
+
+    async def _keep(self, connection: Wire) -> None:
+        """Hold the session's token again after a reconnect. The dead session may hold it for a while; then ask again."""
+        if self._token is not None and not self._is_held(connection):
+            connection.holds = await self._execute(connection, calls.hold_session(self._token))
 
     async def _arm(self, connection: Wire) -> float:
         """Hold the keys of the channels that are waited on, so that their posts are announced; let the others go.
