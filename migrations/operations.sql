@@ -413,6 +413,7 @@ create function doorbell._rights() returns table (function text, agent boolean, 
 language sql immutable set search_path = pg_catalog, pg_temp
 as $$
   values
+    ('abandon_admission', true, false),
     ('ack', true, false),
     ('acked_seq', true, false),
     ('admit', true, false),
