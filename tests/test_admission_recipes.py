@@ -11,7 +11,8 @@ import pytest
 
 from support import run_script
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "admission.md"
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "admission.md"
 Sql = Callable[..., list[tuple[Any, ...]]]
 
 SETUP = """
@@ -80,3 +81,22 @@ with transaction.atomic():
     done = run_script(SETUP + DJANGO + text, dsn, "commit")
     assert done.returncode == 0, done.stderr
     assert sql("select state, posts from doorbell.turns") == [("failed", 1)]
+
+
+# The example runs itself again for each session.
+TEAMMATE = "import runpy, sys; sys.argv = [{path!r}, *sys.argv[1:]]; runpy.run_path({path!r}, run_name='__main__')"
+
+
+@pytest.mark.parametrize(
+    "points",
+    [[], *(pytest.param(points, marks=pytest.mark.slow) for points in (
+        ["before-admit"], ["inside-record"], ["inside-dispatch"], ["before-finish"], ["before-model"], ["after-model"],
+        ["after-reserve", "between-steps", "after-post", "after-model"]))],
+    ids=lambda points: " ".join(points) or "default",
+)  # fmt: skip
+def test_the_teammates_answer_once_wherever_they_are_killed(dsn: str, points: list[str]) -> None:
+    arguments = [argument for point in points for argument in ("--crash-at", point)]
+    done = run_script(TEAMMATE.format(path=str(ROOT / "examples/teammate.py")), "--dsn", dsn, *arguments, within=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("\nproof ") == 5
+    assert done.stdout.count(" KILLED ") == (len(points) or 2)

@@ -479,6 +479,17 @@ def test_a_bell_that_skips_what_does_not_match_does_not_come_back_to_it(api: Api
     assert seen == list(range(1, 1001))
 
 
+def test_one_look_passes_over_what_does_not_match_on_every_channel(api: Api, bus: Any) -> None:
+    for channel in ("a", "b", "c"):
+        bus.subscribe("worker", channel)
+        bus.post_many(channel, ["no", "no", "yes" if channel == "c" else "no"], sender="ci")
+    bell = api.Doorbell(bus, "worker", match=lambda m: m.body == "yes")
+    event = bell.wait(0)
+    assert event is not None
+    assert (event.channel, event.seq) == ("c", 3)
+    assert bell.wait(0) is None
+
+
 def test_match_sees_the_whole_message(api: Api, bus: Any) -> None:
     bus.subscribe("worker", "events")
     posted = bus.post("events", "x" * 100_000, sender="ci", headers={"a": "b"}, idempotency_key="k")

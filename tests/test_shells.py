@@ -7,14 +7,20 @@ from typing import Any
 
 import pytest
 
-from doorbell_postgres import Doorbell, MessageBus, Store, aio
+from doorbell_postgres import Doorbell, MessageBus, Step, Store, Turn, aio
 
-PAIRS = [(MessageBus, aio.AsyncMessageBus), (Store, aio.AsyncStore), (Doorbell, aio.AsyncDoorbell)]
+PAIRS = [
+    (MessageBus, aio.AsyncMessageBus),
+    (Store, aio.AsyncStore),
+    (Doorbell, aio.AsyncDoorbell),
+    (Turn, aio.AsyncTurn),
+    (Step, aio.AsyncStep),
+]
 # What only a shell without I/O in its constructor needs, and what only the code around a store sees of it.
 ONLY_SYNC = {"Store": {"listener"}}
 ONLY_ASYNC = {"Doorbell": {"arm"}, "Store": {"opened", "state", "tell_activity"}}
 # Returned at once, to be entered or iterated.
-NOT_AWAITED = {"transaction", "unacked", "check_fork", "check_usable"}
+NOT_AWAITED = {"transaction", "turn", "step", "unacked", "check_fork", "check_usable"}
 
 
 def public(cls: type) -> dict[str, Any]:

@@ -271,7 +271,7 @@ class Store:
     @contextmanager
     def _connection(self, timeout: float) -> Iterator[Connection]:
         try:
-            connection = self._pool.getconn(timeout=min(max(0.01, timeout), wire.POOL_PATIENCE))
+            connection = self._pool.getconn(timeout=min(max(wire.POOL_LEAST, timeout), wire.POOL_PATIENCE))
         except PoolClosed:
             raise wire.closed_meanwhile() from None
         except PoolTimeout as exc:

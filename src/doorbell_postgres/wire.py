@@ -51,8 +51,9 @@ KEEPALIVE = {
     "tcp_user_timeout": 25_000,
 }
 
-# One try to get a connection from the pool; the next one may find the server back.
-POOL_PATIENCE = 3.0
+# One try to get a connection from the pool takes from here to there: a dial needs its time, also where nothing is to be
+# sent again, and the next try may find the server back.
+POOL_LEAST, POOL_PATIENCE = 1.0, 3.0
 # Short: who asks for a connection asks again, and an outage must not leave the pool in a long back-off.
 POOL_RECONNECT = 1.0
 

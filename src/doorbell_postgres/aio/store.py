@@ -152,7 +152,7 @@ class Link:
             await asyncio.shield(self._move(self._pool.putconn(connection)))
 
     async def _borrow(self, timeout: float) -> Connection:
-        asking = self._move(self._pool.getconn(timeout=min(max(0.01, timeout), wire.POOL_PATIENCE)))
+        asking = self._move(self._pool.getconn(timeout=min(max(wire.POOL_LEAST, timeout), wire.POOL_PATIENCE)))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
