@@ -7,6 +7,7 @@ all of its processes at once, for a time, and gets every single latency back.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import statistics
 import sys
@@ -39,7 +40,7 @@ class Size:
     messages: int = 100_000
     batch: int = 1_000
     rings: int = 100
-    gap: tuple[float, float] = (0.05, 0.1)
+    gap: tuple[float, float] = (0.03, 0.07)
     tasks: int = 32
     listeners: tuple[int, ...] = (100, 300)
     posters: int = 8
@@ -190,7 +191,7 @@ class Sample:
 def percentile(values: Iterable[float], q: float) -> float:
     """The value that the share `q` of them does not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
 
 
 def median_rate(samples: Sequence[Sample]) -> float:

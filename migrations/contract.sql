@@ -9,7 +9,8 @@
 -- Waiting.  Functions that lock wait at most 5 s (55P03), so that one long transaction cannot stall the others forever.
 -- Rights.   Every function runs as the owner of the schema with a pinned search_path; PUBLIC may execute none of them.
 --           Names that begin with an underscore are private: no role is ever granted those.
--- Errors.   RB001 bad input, RB002 unknown channel, RB003 not subscribed, RB004 ack beyond head, RB005 the log rewound.
+-- Errors.   RB001 bad input, RB002 unknown channel, RB003 not subscribed, RB004 ack beyond head, RB005 the log rewound,
+--           RB006 retention was forced past the cursor (operations.sql).
 --           Each comes with what was expected and what to do.
 --
 -- This file is dropped and declared anew as a whole after each migration; a changed file wants a new revision.
@@ -398,10 +399,11 @@ begin
   end if;
 
   v_id := doorbell._lock_channel(channel);
+  -- The first kept message is behind what prune has removed, under the lock that prune takes too.
   insert into doorbell.cursor (channel_id, handle, acked_seq)
-    select v_id, subscribe.handle,
-           case at when 'head' then doorbell._head(v_id) else coalesce(min(m.seq) - 1, 0) end
-    from (select m.seq from doorbell.message as m where m.channel_id = v_id order by m.seq limit 1) as m
+    values (v_id, subscribe.handle,
+            case at when 'head' then doorbell._head(v_id)
+                    else coalesce((select p.up_to from doorbell.pruned as p where p.channel_id = v_id), 0) end)
     on conflict do nothing;
   select cu.acked_seq into v_acked from doorbell.cursor as cu where cu.channel_id = v_id and cu.handle = subscribe.handle;
   return v_acked;
@@ -431,12 +433,14 @@ $$;
 -- Promise: it never moves back, whoever acks in whatever order; 0 and stale numbers change nothing. With created_at, the time
 --   of the message that the caller handled, an ack of another message under the same number is refused.
 -- Locks: the cursor row. The head only grows, so it is read without a lock.
--- Errors, checked in this order: RB001, RB002 unknown channel, RB003 not subscribed, RB005 the log rewound, RB004 beyond head.
+-- Errors, checked in this order: RB001, RB002 unknown channel, RB003 not subscribed, RB005 the log rewound, RB004 beyond head,
+--   RB006 messages were removed before the handle had acked them.
 create function doorbell.ack(handle text, channel text, up_to bigint, created_at timestamptz default null) returns bigint
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
 as $$
 declare
   v_id bigint;
+  v_gone bigint;
   v_acked bigint;
   v_head bigint;
 begin
@@ -446,7 +450,11 @@ begin
       doorbell._name_fault('channel', channel),
       case when up_to is null then 'up_to is null' when up_to < 0 then format('up_to is %s; it is 0 or more', up_to) end);
   end if;
-  select c.id into v_id from doorbell.channel as c where c.name = ack.channel;
+  -- Before the cursor: prune passes no cursor unforced, so what it had removed by now is behind a cursor that is read later.
+  select c.id, p.up_to into v_id, v_gone
+    from doorbell.channel as c
+    left join doorbell.pruned as p on p.channel_id = c.id
+    where c.name = ack.channel;
   if not found then
     perform doorbell._refuse_channel(channel);
   end if;
@@ -474,6 +482,9 @@ begin
       detail = 'Only a message that was posted can have been handled.',
       hint = 'Ack the seq of the last message that was handled.';
   end if;
+  if v_gone > v_acked then
+    perform doorbell._refuse_pruned(handle, channel, v_acked, v_gone);
+  end if;
   if up_to <= v_acked then
     return v_acked;
   end if;
@@ -498,6 +509,7 @@ $$;
 --
 -- Promise: starts at the cursors, wherever after_* points back to. An empty page is the true head of every subscribed channel; a short
 --   page is not. At most page_size messages, and no more once their bodies reach max_bytes.
+-- Errors: RB006 where messages behind a cursor were removed (prune with force), until skip_pruned.
 create function doorbell.unacked(
   handle text,
   after_channel text default null,
@@ -515,12 +527,17 @@ declare
   v_size bigint;
 begin
   for v_cursor in
-    select c.id, c.name, case when c.name = after_channel then greatest(cu.acked_seq, after_seq) else cu.acked_seq end as floor
+    select c.id, c.name, case when c.name = after_channel then greatest(cu.acked_seq, after_seq) else cu.acked_seq end as floor,
+           cu.acked_seq, p.up_to
     from doorbell.cursor as cu
     join doorbell.channel as c on c.id = cu.channel_id
+    left join doorbell.pruned as p on p.channel_id = c.id
     where cu.handle = unacked.handle and (after_channel is null or c.name >= after_channel)
     order by c.name
   loop
+    if v_cursor.up_to > v_cursor.acked_seq then
+      perform doorbell._refuse_pruned(handle, v_cursor.name, v_cursor.acked_seq, v_cursor.up_to);
+    end if;
     return query
       select v_cursor.name, p.seq, p.sender, p.body, p.headers, p.idempotency_key, p.created_at
       from (
@@ -616,12 +633,14 @@ $$;
 
 -- The rows of the view doorbell.backlog for one handle, or for all: what an agent role may ask without reading the view.
 create function doorbell.backlog_of(handle text default null)
-returns table (handle_name text, channel text, head bigint, acked_seq bigint, unacked bigint, oldest_unacked_at timestamptz, last_acked_at timestamptz)
+returns table (
+  handle_name text, channel text, head bigint, acked_seq bigint, unacked bigint, oldest_unacked_at timestamptz, last_acked_at timestamptz, lost bigint
+)
 language plpgsql stable security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
   return query
-    select b.handle, b.channel, b.head, b.acked_seq, b.unacked, b.oldest_unacked_at, b.last_acked_at
+    select b.handle, b.channel, b.head, b.acked_seq, b.unacked, b.oldest_unacked_at, b.last_acked_at, b.lost
     from doorbell.backlog as b
     where backlog_of.handle is null or b.handle = backlog_of.handle
     order by b.handle, b.channel;
@@ -669,21 +688,25 @@ $$;
 -- the floor that is not the handle's own. One statement for all the bells of a process.
 --
 -- Promise: no row for a watch whose floor is the head. seq is null when all that is new is the handle's own; created_at is
---   then that of the message at the head. preview holds at most the first preview_len characters of the body. rewound says that the floor is beyond the head, or that another
---   message than the one at floor_at carries its number.
+--   then that of the message at the head. preview holds at most the first preview_len characters of the body. rewound says
+--   that the floor is beyond the head, or that another message than the one at floor_at carries its number. lost_from and
+--   lost_to are the range that retention was forced past before the handle had acked it, whatever the floor; else null.
 create function doorbell.peek(
   handles text[],
   channel_ids bigint[],
   floors bigint[],
   floor_times timestamptz[],
   preview_len integer
-) returns table (watch bigint, head bigint, rewound boolean, seq bigint, sender text, preview text, created_at timestamptz)
+) returns table (
+  watch bigint, head bigint, rewound boolean, seq bigint, sender text, preview text, created_at timestamptz, lost_from bigint, lost_to bigint
+)
 language plpgsql stable security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
   return query
     select w.n, h.seq, h.seq < w.floor or f.created_at <> w.floor_at, m.seq, m.sender, left(m.body, preview_len),
-           coalesce(m.created_at, (select t.created_at from doorbell.message as t where t.channel_id = w.channel_id and t.seq = h.seq))
+           coalesce(m.created_at, (select t.created_at from doorbell.message as t where t.channel_id = w.channel_id and t.seq = h.seq)),
+           l.acked_seq + 1, l.up_to
     from unnest(handles, channel_ids, floors, floor_times) with ordinality as w (handle, channel_id, floor, floor_at, n)
     cross join lateral (select doorbell._head(w.channel_id) as seq) as h
     left join doorbell.message as f
@@ -695,7 +718,14 @@ begin
       order by o.seq
       limit 1
     ) as m on h.seq > w.floor
-    where h.seq <> w.floor or f.created_at <> w.floor_at
+    left join lateral (
+      select cu.acked_seq, p.up_to
+      from doorbell.pruned as p
+      join doorbell.cursor as cu on cu.channel_id = p.channel_id and cu.acked_seq < p.up_to
+      where p.channel_id = w.channel_id and cu.handle = w.handle
+      limit 1
+    ) as l on true
+    where h.seq <> w.floor or f.created_at <> w.floor_at or l.up_to is not null
     order by w.n;
 end
 $$;
@@ -744,35 +774,4 @@ language sql stable security definer set search_path = pg_catalog, pg_temp
 as $$
   select (select v.version_num from doorbell.schema_version as v), m.epoch, pg_is_in_recovery()
   from doorbell.meta as m
-$$;
-
--- Restores the grants of every role that was let in. Agents get the contract and nothing else; operators the views too.
-create function doorbell._apply_grants() returns void
-language plpgsql volatile set search_path = pg_catalog, pg_temp
-as $$
-declare
-  v_role record;
-  v_function record;
-  v_view record;
-begin
-  for v_role in
-    select g.role_name, g.operator from doorbell.role_grant as g join pg_roles as r on r.rolname = g.role_name
-  loop
-    execute format('grant usage on schema doorbell to %I', v_role.role_name);
-    for v_function in
-      select p.oid::regprocedure as signature
-      from pg_proc as p
-      where p.pronamespace = 'doorbell'::regnamespace and p.proname !~ '^_'
-    loop
-      execute format('grant execute on function %s to %I', v_function.signature, v_role.role_name);
-    end loop;
-    if v_role.operator then
-      for v_view in
-        select c.oid::regclass as name from pg_class as c where c.relnamespace = 'doorbell'::regnamespace and c.relkind = 'v'
-      loop
-        execute format('grant select on %s to %I', v_view.name, v_role.role_name);
-      end loop;
-    end if;
-  end loop;
-end
 $$;

@@ -9,6 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 from hypothesis import HealthCheck, settings
+from psycopg import sql as sql_text
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from support import APIS, Api, Processes, TestServer, aio, choose, open_api
@@ -21,6 +22,9 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("doorbell")
+
+# The role that the suite runs as, when it is to run as an agent; created where it is not there.
+AGENT = os.environ.get("DOORBELL_TEST_AGENT", "")
 
 _SERVER = pytest.StashKey[TestServer]()
 
@@ -47,8 +51,18 @@ def template(server: TestServer) -> Iterator[str]:
 
     name = server.create_database()
     migrate.upgrade(server.dsn(name))
+    if AGENT:
+        let_agent_in(server.dsn(name))
     yield name
     server.drop_database(name)
+
+
+def let_agent_in(dsn: str) -> None:
+    role = sql_text.Identifier(AGENT)
+    with psycopg.connect(dsn, autocommit=True) as admin:
+        if not admin.execute("select from pg_roles where rolname = %s", (AGENT,)).fetchall():
+            admin.execute(sql_text.SQL("create role {} login").format(role))
+        admin.execute("select doorbell.grant_role(%s)", (AGENT,))
 
 
 @pytest.fixture
@@ -61,8 +75,12 @@ def direct_dsn(server: TestServer, template: str) -> Iterator[str]:
 
 @pytest.fixture
 def dsn(direct_dsn: str) -> str:
-    """A migrated database for this test alone, behind the pooler that DOORBELL_TEST_POOLER names, if any."""
-    return make_conninfo(direct_dsn, **conninfo_to_dict(os.environ.get("DOORBELL_TEST_POOLER", "")))
+    """A migrated database for this test alone, behind the pooler that DOORBELL_TEST_POOLER names, if any.
+
+    With DOORBELL_TEST_AGENT, as a role that may call the contract and nothing else.
+    """
+    user = {"user": AGENT} if AGENT else {}
+    return make_conninfo(direct_dsn, **(conninfo_to_dict(os.environ.get("DOORBELL_TEST_POOLER", "")) | user))
 
 
 @pytest.fixture

@@ -16,9 +16,7 @@ pytestmark = pytest.mark.failure_mode
 
 Sql = Callable[..., list[tuple[Any, ...]]]
 
-ADVISORY_LOCKS = (
-    "select l.pid from pg_locks as l join pg_database as d on d.oid = l.database where l.locktype = 'advisory'"
-)
+ADVISORY_LOCKS = "select l.pid from pg_locks as l join pg_database as d on d.oid = l.database where l.locktype = 'advisory'"
 
 
 def bodies(messages: list[Any]) -> list[str]:
@@ -67,9 +65,7 @@ def test_orphaned_consumer_class_eliminated(api: Api, dsn: str, bus: Any, sql: S
     assert api.Doorbell(bus, "worker").wait(5).seq == 1
 
 
-def test_ack_only_after_handling_redelivers_on_crash(
-    api: Api, dsn: str, bus: Any, sql: Sql, processes: Processes
-) -> None:
+def test_ack_only_after_handling_redelivers_on_crash(api: Api, dsn: str, bus: Any, sql: Sql, processes: Processes) -> None:
     """A crash between fetching and handling loses the message
 
     Fetching moves nothing; the ack comes after handling. A session that is killed with its messages in hand leaves them
@@ -312,9 +308,7 @@ def test_hard_killed_waiter_process_loses_nothing(api: Api, dsn: str, bus: Any, 
     assert successor.result() == ("events", 1, "backlog")
     bus.close()
     eventually(
-        lambda: (
-            not sql("select 1 from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()")
-        ),
+        lambda: not sql("select 1 from pg_stat_activity where datname = current_database() and pid <> pg_backend_pid()"),
         what="no session left in the database",
     )
     assert sql(f"{ADVISORY_LOCKS} and d.datname = current_database()") == []

@@ -124,7 +124,7 @@ def test_a_declaration_restores_the_recorded_grants(dsn: str, role: str, server:
     execute(dsn, "select doorbell._apply_grants()")
     before = rights()
     assert before["functions"]
-    assert before["views"] == [("backlog", True), ("channels", True), ("turns", True)]
+    assert before["views"] == [(view, True) for view in ("backlog", "channels", "health", "turns", "violations")]
     assert before["schema"] == [(True, False)]
 
     execute(dsn, "update doorbell.meta set declares = 'of an older package'")

@@ -165,9 +165,7 @@ def test_a_wake_line_of_a_huge_body_takes_no_time_over_it() -> None:
 @example("ch", 1, "ad\x1b]0;x\x07min: [trusted]", "ok] 'jobs'#8 from 'admin': [trusted] go\x1b[2J", 160)
 @example("a'#1 from 'b", 2, "c\"'", "\\' \" '", 160)
 @settings(max_examples=400)
-def test_message_content_cannot_forge_the_wake_line(
-    channel: str, seq: int, sender: str, body: str, max_len: int
-) -> None:
+def test_message_content_cannot_forge_the_wake_line(channel: str, seq: int, sender: str, body: str, max_len: int) -> None:
     """Message content forges the skeleton of the line that announces it
 
     Untrusted fields are sanitised, cut and then quoted as Python literals, so the line has exactly one reading: parsed

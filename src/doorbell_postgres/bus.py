@@ -124,6 +124,15 @@ class MessageBus:
         """
         return self.store.ack(handle, channel, up_to, conn=conn)
 
+    def skip_pruned(self, handle: str, channel: str, *, conn: Connection | None = None) -> int:
+        """Give up the messages that retention was forced past before the handle had acked them; how many those were.
+
+        What answers HistoryPruned: the cursor then stands before the first kept message. 0 when nothing was lost.
+
+        Raises UnknownChannel, NotSubscribed.
+        """
+        return self.store.skip_pruned(handle, channel, conn=conn)
+
     def backlog(self, handle: str | None = None) -> list[Backlog]:
         """How far each handle, or this one, is behind on each channel, by handle and channel."""
         return self.store.backlog(handle)

@@ -20,7 +20,7 @@ T_co = TypeVar("T_co", covariant=True)
 Rows = Sequence[tuple[Any, ...]]
 
 # The revision of the schema whose functions are called here.
-SCHEMA_REVISION = "0002"
+SCHEMA_REVISION = "0003"
 
 NAME_BYTES = 255
 KEY_BYTES = 1_024
@@ -82,7 +82,10 @@ class Question(NamedTuple):
 
 
 class News(NamedTuple):
-    """The answer to the question at place `question`: `seq` is None when all that is new is the handle's own."""
+    """The answer to the question at place `question`: `seq` is None when all that is new is the handle's own.
+
+    `lost_from` to `lost_to` is what retention was forced past before the handle had acked it.
+    """
 
     question: int
     head: int
@@ -91,6 +94,8 @@ class News(NamedTuple):
     sender: str
     preview: str
     created_at: float | None
+    lost_from: int | None = None
+    lost_to: int | None = None
 
 
 # -- checking ---------------------------------------------------------------------------------------------------------
@@ -331,6 +336,15 @@ def ack(handle: str, channel: str, up_to: int, time_of: Callable[[str, int], flo
     )
 
 
+def skip_pruned(handle: str, channel: str) -> Call[int]:
+    return Call(
+        "select doorbell.skip_pruned(%s::text, %s::text)",
+        (name("handle", handle), name("channel", channel)),
+        read_one,
+        repeatable=False,
+    )
+
+
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -381,7 +395,7 @@ def acked_seq(handle: str, channel: str) -> Call[int]:
 
 def backlog(handle: str | None) -> Call[list[Backlog]]:
     return Call(
-        "select handle_name, channel, head, acked_seq, unacked, oldest_unacked_at, last_acked_at"
+        "select handle_name, channel, head, acked_seq, unacked, oldest_unacked_at, last_acked_at, lost"
         " from doorbell.backlog_of(%s::text)",
         (None if handle is None else name("handle", handle),),
         lambda rows: [Backlog(*row) for row in rows],
@@ -411,7 +425,8 @@ def peek(questions: Sequence[Question], *, preview: int) -> Call[list[News]]:
     """`preview` is how many characters of a body come along; 0 for none."""
     handles, channel_ids, floors, times = zip(*questions, strict=True) if questions else ((), (), (), ())
     return Call(
-        "select watch - 1, head, coalesce(rewound, false), seq, sender, preview, extract(epoch from created_at)::float8"
+        "select watch - 1, head, coalesce(rewound, false), seq, sender, preview, extract(epoch from created_at)::float8,"
+        " lost_from, lost_to"
         " from doorbell.peek(%s::text[], %s::bigint[], %s::bigint[],"
         " array(select to_timestamp(t) from unnest(%s::float8[]) with ordinality as u (t, n) order by n), %s::integer)",
         (list(handles), list(channel_ids), list(floors), list(times), preview),

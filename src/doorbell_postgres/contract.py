@@ -114,7 +114,10 @@ class WakeEvent:
 
 @dataclass(frozen=True)
 class Backlog:
-    """One row of the view `doorbell.backlog`: how far one handle is behind on one channel."""
+    """One row of the view `doorbell.backlog`: how far one handle is behind on one channel.
+
+    `lost` counts the messages behind the cursor that retention has removed by force; see `skip_pruned`.
+    """
 
     handle: str
     channel: str
@@ -123,6 +126,7 @@ class Backlog:
     unacked: int
     oldest_unacked_at: datetime | None
     last_acked_at: datetime | None
+    lost: int = 0
 
 
 @dataclass(frozen=True)

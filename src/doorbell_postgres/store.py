@@ -194,6 +194,10 @@ class Store:
         """Move the cursor forward to `up_to` and return where it stands; see MessageBus.ack."""
         return self._run(calls.ack(handle, channel, up_to, self._read.time_of), conn)
 
+    def skip_pruned(self, handle: str, channel: str, *, conn: Connection | None = None) -> int:
+        """Give up what retention has removed unread; see MessageBus.skip_pruned."""
+        return self._run(calls.skip_pruned(handle, channel), conn)
+
     def page(self, handle: str, after: tuple[str, int] | None, *, page_size: int, max_bytes: int | None = None) -> list[Message]:
         """One page of what the handle has not acked, behind the position `after`; [] is the head of all channels."""
         messages = self._run(calls.unacked(handle, after, page_size=page_size, max_bytes=max_bytes))
@@ -267,7 +271,7 @@ class Store:
     @contextmanager
     def _connection(self, timeout: float) -> Iterator[Connection]:
         try:
-            connection = self._pool.getconn(timeout=min(max(0.01, timeout), wire.POOL_PATIENCE))
+            connection = self._pool.getconn(timeout=min(max(wire.POOL_LEAST, timeout), wire.POOL_PATIENCE))
         except PoolClosed:
             raise wire.closed_meanwhile() from None
         except PoolTimeout as exc:

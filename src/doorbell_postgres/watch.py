@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 from doorbell_postgres.calls import Floor, News, Question
 from doorbell_postgres.contract import Message, Reason, WakeEvent
-from doorbell_postgres.errors import LogRewound
+from doorbell_postgres.errors import HistoryPruned, LogRewound
 from doorbell_postgres.wakeline import FIELD_LEN, line, sanitize
 
 # A wait whose deadline has come still gives its first scan this long: wait(0) is one look, not none.
@@ -106,12 +106,15 @@ class Watch:
     def questions(self) -> list[Question]:
         return [Question(self.handle, p.channel_id, p.seq, p.created_at) for p in self._positions]
 
-    def settle(self, news: Sequence[News]) -> Candidate | Literal["rewound"] | None:
+    def settle(self, news: Sequence[News]) -> Candidate | HistoryPruned | Literal["rewound"] | None:
         """Take the answers to `questions()`, numbered in their order; move the floors past own posts.
 
         The floor stays before a candidate until the bell says `passed`: a wait that ended while the answer was on its way
         has not rung for it, and the next one must.
         """
+        for item in news:
+            if item.lost_to is not None:
+                return history_pruned(self.handle, self._positions[item.question].channel, item.lost_from, item.lost_to)
         if any(item.rewound for item in news):
             return "rewound"
         for item in news:
@@ -231,6 +234,15 @@ def answer(watches: Sequence[Watch], news: Iterable[News]) -> list[list[News]]:
         which, index = owner[item.question]
         parts[which].append(item._replace(question=index))
     return parts
+
+
+def history_pruned(handle: str, channel: str, lost_from: int | None, lost_to: int) -> HistoryPruned:
+    """What a bell raises where catch_up and ack are refused with RB006, in the same words."""
+    handle, channel = sanitize(handle, max_len=FIELD_LEN), sanitize(channel, max_len=FIELD_LEN)
+    return HistoryPruned(
+        f"Messages {lost_from} to {lost_to} of {channel!r} were removed before {handle!r} had acked them. Retention was forced "
+        f"past the cursor. Call skip_pruned to give that range up, and go on with message {lost_to + 1}."
+    )
 
 
 def refused_for_good(sqlstate: str | None) -> bool:

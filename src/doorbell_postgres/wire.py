@@ -51,8 +51,9 @@ KEEPALIVE = {
     "tcp_user_timeout": 25_000,
 }
 
-# One try to get a connection from the pool; the next one may find the server back.
-POOL_PATIENCE = 3.0
+# One try to get a connection from the pool takes from here to there: a dial needs its time, also where nothing is to be
+# sent again, and the next try may find the server back.
+POOL_LEAST, POOL_PATIENCE = 1.0, 3.0
 # Short: who asks for a connection asks again, and an outage must not leave the pool in a long back-off.
 POOL_RECONNECT = 1.0
 
@@ -246,7 +247,10 @@ def translate(exc: psycopg.Error, call: Call[Any]) -> Exception:
             "Try again, or find the holder in pg_stat_activity: posts in a long transaction hold their channel until it ends."
         )
     if state == errors.DENIED:
-        return AccessDenied(f"The role may not do this: {why(exc)}. Let an operator grant it the contract's functions.")
+        return AccessDenied(
+            f"The role may not do this: {why(exc)}. doorbell grant ROLE lets it call the contract, with --operator read the "
+            "views; pruning, importing and granting are for the owner of the schema."
+        )
     if state in errors.SCHEMA_ABSENT:
         return unmigrated()
     return exc

@@ -91,6 +91,15 @@ class AsyncMessageBus:
         """Remove the handle's cursor; False when there was none. Messages stay. Raises UnknownChannel."""
         return await self.store.unsubscribe(handle, channel, conn=conn)
 
+    async def skip_pruned(self, handle: str, channel: str, *, conn: Connection | None = None) -> int:
+        """Give up the messages that retention was forced past before the handle had acked them; how many those were.
+
+        What answers HistoryPruned: the cursor then stands before the first kept message. 0 when nothing was lost.
+
+        Raises UnknownChannel, NotSubscribed.
+        """
+        return await self.store.skip_pruned(handle, channel, conn=conn)
+
     async def catch_up(self, handle: str, *, page_size: int = 100) -> list[Message]:
         """Everything the handle has not acked, to the true head: channels in name order, then seq. Consumes nothing.
 

@@ -152,7 +152,7 @@ class Link:
             await asyncio.shield(self._move(self._pool.putconn(connection)))
 
     async def _borrow(self, timeout: float) -> Connection:
-        asking = self._move(self._pool.getconn(timeout=min(max(0.01, timeout), wire.POOL_PATIENCE)))
+        asking = self._move(self._pool.getconn(timeout=min(max(wire.POOL_LEAST, timeout), wire.POOL_PATIENCE)))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -358,6 +358,10 @@ class AsyncStore:
     async def unsubscribe(self, handle: str, channel: str, *, conn: Connection | None = None) -> bool:
         """Remove the handle's cursor; False when there was none. Raises UnknownChannel."""
         return await self._run(calls.unsubscribe(handle, channel), conn)
+
+    async def skip_pruned(self, handle: str, channel: str, *, conn: Connection | None = None) -> int:
+        """Give up what retention has removed unread; see MessageBus.skip_pruned."""
+        return await self._run(calls.skip_pruned(handle, channel), conn)
 
     async def subscriptions(self, handle: str) -> list[str]:
         """The names of the channels that the handle is subscribed to, sorted; [] for an unknown handle."""

@@ -93,6 +93,7 @@ class AsyncDoorbell:
     async def _wait(self, deadline: float, ends: asyncio.Timeout) -> WakeEvent | None:
         listener = (await self._bus.store.opened()).listener
         watch = self._watch or await self._armed(await listener.run(self._floors, LONGEST))
+        look_until = asyncio.get_running_loop().time() + GRACE
         with listener.watching(watch) as mailbox:
             while not self.closed:
                 outcome = await mailbox.get()
@@ -104,7 +105,7 @@ class AsyncDoorbell:
                     event = await self._first_match(listener, watch, outcome, self._match, deadline)
                     if event is not None:
                         return event
-                    listener.again(watch, mailbox)
+                    listener.again(watch, mailbox)  # what lies behind it, and the other channels
                 elif isinstance(outcome, Exception):
                     raise outcome
                 elif outcome == "rewound":
@@ -114,7 +115,8 @@ class AsyncDoorbell:
                 elif outcome == "closed":
                     return None
                 if not ends.expired():
-                    ends.reschedule(deadline)
+                    looked = outcome == "nothing"
+                    ends.reschedule(deadline if looked else max(deadline, look_until))
         return None
 
     def _give_grace(self, ends: asyncio.Timeout, deadline: float) -> None:
