@@ -273,12 +273,21 @@ begin
     doorbell._interval_fault('keep_keys', keep_keys),
     case when (batch between 1 and 100000) is not true then format('batch is %s; it is 1 to 100,000', coalesce(batch::text, 'null')) end);
   removed := 0;
-  -- What a cursor has passed by a plain ack, and what lost its turn: nobody comes back for these.
-  delete from doorbell.delivery as d
+  -- What a cursor has passed by a plain ack, and what lost its turn: nobody comes back for these. Whoever is at one of them
+  -- just now is not waited for.
+  with passed as (
+    select d.channel_id, d.handle, d.seq, d.turn_channel_id, d.turn_id
+    from doorbell.delivery as d
     where d.settled and exists (
         select from doorbell.cursor as cu
         where cu.channel_id = d.channel_id and cu.handle = d.handle and cu.acked_seq >= d.seq)
-      or not exists (select from doorbell.turn as t where t.channel_id = d.turn_channel_id and t.id = d.turn_id);
+      or not exists (select from doorbell.turn as t where t.channel_id = d.turn_channel_id and t.id = d.turn_id)
+    for update of d skip locked
+  )
+  delete from doorbell.delivery as d
+    using passed as p
+    where (d.channel_id, d.handle, d.seq, d.turn_channel_id, d.turn_id)
+        = (p.channel_id, p.handle, p.seq, p.turn_channel_id, p.turn_id);
   for v_channel in
     select 0 union all select c.id from doorbell.channel as c
   loop
@@ -404,6 +413,7 @@ create function doorbell._rights() returns table (function text, agent boolean, 
 language sql immutable set search_path = pg_catalog, pg_temp
 as $$
   values
+    ('abandon_admission', true, false),
     ('ack', true, false),
     ('acked_seq', true, false),
     ('admit', true, false),

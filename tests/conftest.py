@@ -63,6 +63,8 @@ def let_agent_in(dsn: str) -> None:
         if not admin.execute("select from pg_roles where rolname = %s", (AGENT,)).fetchall():
             admin.execute(sql_text.SQL("create role {} login").format(role))
         admin.execute("select doorbell.grant_role(%s)", (AGENT,))
+        # For tables of the application's own, beside which it posts.
+        admin.execute(sql_text.SQL("grant create on schema public to {}").format(role))
 
 
 @pytest.fixture

@@ -51,6 +51,8 @@ WRITERS = {
 # Calls for the owner of a turn: of another handle, so that the worker's cursor stays where the other tests want it.
 _TURN = "from doorbell.admit('persona', 'events', 2, 'event of {}') as t,"
 WRITERS |= {
+    "abandon_admission": "select a.* from doorbell.admit('persona', 'events', 3, 'lost', nonce => 1) as t,"
+    " doorbell.abandon_admission('persona', 'events', 3, 1, 0) as a",
     "admit": "select * from doorbell.admit('persona', 'events', 1)",
     **{
         name: f"select w.* {_TURN.format(name)} doorbell.{name}(t.turn_channel_id, t.turn_id, t.attempt{rest}) as w"

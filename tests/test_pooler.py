@@ -15,6 +15,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from doorbell_postgres.errors import TurnLost
 from support import Api, TestServer, background, eventually
 from support.pooler import Pooler, find
 from support.processes import plain_environment
@@ -122,6 +123,26 @@ def test_pooler_in_transaction_mode(api: Api, pooler: Pooler, pooled: str, sql: 
             assert waiting.result(10) is None
     assert len([w for w in warnings_of(caplog) if "poll" in w]) == 1
     assert what_is_left(pooled, pooler.size, sql) == {"settings": [], "channels": [], "statements": [], "locks": []}
+
+
+def test_admission_behind_a_pooler_reads_resumed_and_strands_no_lock(api: Api, pooler: Pooler, pooled: str, sql: Sql) -> None:
+    """No session can be held there: who asks takes over, and who was taken over from learns of it. Nothing is doubled."""
+    with api.MessageBus(pooled) as bus, api.MessageBus(pooled) as other:
+        bus.subscribe("worker", "events")
+        message = bus.post("events", "mention", sender="ci")
+        first = bus.admit("worker", message)
+        second = other.admit("worker", message)
+        assert [first.state, second.state, second.attempt] == ["new", "resumed", 2]
+        with pytest.raises(TurnLost, match="taken the turn over"):
+            first.post("answers", "first", correlation_id="answer")
+        with second.step("dispatch") as step:
+            assert step.pending
+        second.post("answers", "second", correlation_id="answer")
+        second.finish()
+        assert [m.body for m in bus.store.messages_after("answers", 0)] == ["second"]
+        assert bus.admit("worker", message).state == "duplicate"
+        assert bus.wait_until_quiet(handle="worker", timeout=0)
+        assert what_is_left(pooled, pooler.size, sql) == {"settings": [], "channels": [], "statements": [], "locks": []}
 
 
 def posts_and_acks(bus: Any, handle: str) -> int:

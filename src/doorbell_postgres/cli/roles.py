@@ -48,7 +48,7 @@ def grant(role: str, operator: bool, revoke: bool, dsn: str | None) -> int:
                 output.flush()
                 complain(
                     f"pg_read_all_stats could not be granted ({wire.why(exc)}): without it health says unknown. "
-                    f"As a superuser: GRANT pg_read_all_stats TO {role}",
+                    f"As a superuser: GRANT pg_read_all_stats TO {sql.Identifier(role).as_string()}",
                     DONE,
                 )
     return DONE
