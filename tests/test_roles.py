@@ -25,8 +25,8 @@ Role = Callable[..., str]
 TESTS = Path(__file__).resolve().parent
 
 AGENTS = {
-    "abandon_admission", "ack", "acked_seq", "admit", "announce", "arm", "backlog_of", "bell_floors", "channel_names", "fail_turn",
-    "finish_turn",
+    "abandon_admission", "ack", "acked_seq", "admit", "announce", "arm", "backlog_of", "bell_floors", "channel_names",
+    "fail_turn", "finish_turn",
     "head", "hello", "hold_session", "messages_after", "peek", "post", "post_many", "record_step", "release_turn", "reserve",
     "settle_delivery", "skip_pruned", "step_pending", "subscribe", "subscriptions", "turn_post", "unacked", "unacked_count",
     "unfinished_turns", "unsubscribe",
