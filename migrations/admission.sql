@@ -249,7 +249,7 @@ $$;
 -- holder is the session's token (hold_session), at most 56 bits; 0 for none. nonce marks the call: sent again with the same
 --   one, because its answer was lost, it is told what it was told before.
 -- created_at is the time of the message that the caller has read: another message under its number is refused.
--- Locks: the turn row, when it is taken over; a rival's uncommitted admission is waited for by the unique index.
+-- Locks: the turn row, when it is taken over or has ended; a rival's uncommitted admission is waited for by the unique index.
 -- Errors: RB001 bad input, not READ COMMITTED, or no such message; RB002; RB005 the log rewound; 55P03.
 create function doorbell.admit(
   handle text,
@@ -360,6 +360,9 @@ begin
       exit;
     end if;
     if v_turn.state <> 'unfinished' and on_duplicate = 'skip' then
+      -- Held until the delivery below is committed: retention must not take the turn from under it.
+      perform from doorbell.turn as t where t.channel_id = turn_channel_id and t.id = turn_id for key share;
+      continue when not found;
       state := 'duplicate';
       exit;
     end if;

@@ -671,19 +671,20 @@ $$;
 -- The doorbell. It peeks: nothing here writes, and the session it runs in is read-only.
 -- ---------------------------------------------------------------------------------------------------------------------
 
--- What a new bell starts from: each subscribed channel with the handle's cursor, the time of the message at the cursor, and
--- the head, by channel name.
+-- What a new bell starts from: each subscribed channel with the handle's cursor, the time of the message at the cursor, the
+-- head, and the store's epoch, by channel name.
 create function doorbell.bell_floors(handle text)
-returns table (channel_id bigint, channel text, floor bigint, floor_at timestamptz, head bigint)
+returns table (channel_id bigint, channel text, floor bigint, floor_at timestamptz, head bigint, epoch uuid)
 language plpgsql stable security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
   return query
     select c.id, c.name, cu.acked_seq,
            (select m.created_at from doorbell.message as m where m.channel_id = c.id and m.seq = cu.acked_seq),
-           doorbell._head(c.id)
+           doorbell._head(c.id), e.epoch
     from doorbell.cursor as cu
     join doorbell.channel as c on c.id = cu.channel_id
+    cross join doorbell.meta as e
     where cu.handle = bell_floors.handle
     order by c.name;
 end
@@ -694,14 +695,16 @@ $$;
 --
 -- Promise: no row for a watch whose floor is the head. seq is null when all that is new is the handle's own; created_at is
 --   then that of the message at the head. preview holds at most the first preview_len characters of the body. rewound says
---   that the floor is beyond the head, or that another message than the one at floor_at carries its number. lost_from and
+--   that the floor is beyond the head, that another message than the one at floor_at carries its number, or that the store
+--   has another epoch than the one the watch began in (new_epoch, after a restore). lost_from and
 --   lost_to are the range that retention was forced past before the handle had acked it, whatever the floor; else null.
 create function doorbell.peek(
   handles text[],
   channel_ids bigint[],
   floors bigint[],
   floor_times timestamptz[],
-  preview_len integer
+  preview_len integer,
+  epochs uuid[] default null
 ) returns table (
   watch bigint, head bigint, rewound boolean, seq bigint, sender text, preview text, created_at timestamptz, lost_from bigint, lost_to bigint
 )
@@ -709,10 +712,11 @@ language plpgsql stable security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
   return query
-    select w.n, h.seq, h.seq < w.floor or f.created_at <> w.floor_at, m.seq, m.sender, left(m.body, preview_len),
+    select w.n, h.seq, h.seq < w.floor or f.created_at <> w.floor_at or coalesce(w.epoch <> e.epoch, false), m.seq, m.sender, left(m.body, preview_len),
            coalesce(m.created_at, (select t.created_at from doorbell.message as t where t.channel_id = w.channel_id and t.seq = h.seq)),
            l.acked_seq + 1, l.up_to
-    from unnest(handles, channel_ids, floors, floor_times) with ordinality as w (handle, channel_id, floor, floor_at, n)
+    from unnest(handles, channel_ids, floors, floor_times, epochs) with ordinality as w (handle, channel_id, floor, floor_at, epoch, n)
+    cross join doorbell.meta as e
     cross join lateral (select doorbell._head(w.channel_id) as seq) as h
     left join doorbell.message as f
       on f.channel_id = w.channel_id and f.seq = w.floor
@@ -730,7 +734,7 @@ begin
       where p.channel_id = w.channel_id and cu.handle = w.handle
       limit 1
     ) as l on true
-    where h.seq <> w.floor or f.created_at <> w.floor_at or l.up_to is not null
+    where h.seq <> w.floor or f.created_at <> w.floor_at or w.epoch <> e.epoch or l.up_to is not null
     order by w.n;
 end
 $$;

@@ -278,9 +278,12 @@ begin
   with passed as (
     select d.channel_id, d.handle, d.seq, d.turn_channel_id, d.turn_id
     from doorbell.delivery as d
-    where d.settled and exists (
+    where exists (
         select from doorbell.cursor as cu
         where cu.channel_id = d.channel_id and cu.handle = d.handle and cu.acked_seq >= d.seq)
+      and (d.settled or exists (
+        select from doorbell.turn as t
+        where t.channel_id = d.turn_channel_id and t.id = d.turn_id and t.state <> 'unfinished'))
       or not exists (select from doorbell.turn as t where t.channel_id = d.turn_channel_id and t.id = d.turn_id)
     for update of d skip locked
   )
@@ -295,7 +298,7 @@ begin
       select t.channel_id, t.id
       from doorbell.turn as t
       where t.channel_id = v_channel and t.admitted_at < clock_timestamp() - keep_keys
-        and t.state <> 'unfinished' and t.holder is null and t.ended_at < clock_timestamp() - keep_keys
+        and t.state <> 'unfinished' and (t.holder is null or not doorbell._alive(t.holder)) and t.ended_at < clock_timestamp() - keep_keys
         and not exists (select from doorbell.delivery as d where d.turn_channel_id = t.channel_id and d.turn_id = t.id)
       order by t.admitted_at
       limit batch - removed

@@ -21,7 +21,7 @@ from psycopg.rows import dict_row
 
 import doorbell_postgres
 from doorbell_postgres.contract import Backlog, Draft, Message
-from doorbell_postgres.errors import BusClosed, ChannelBusy, InvalidInput, UnknownChannel
+from doorbell_postgres.errors import BusClosed, ChannelBusy, InvalidInput, LogRewound, UnknownChannel
 from support import Api, backends, background, bell_is_waiting, eventually, run_script, waiting_in_database
 
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -853,3 +853,15 @@ def test_no_body_is_ever_logged(api: Api, bus: Any, caplog: pytest.LogCaptureFix
     bus.close()
     assert "a secret" not in caplog.text
     assert not logging.getLogger("doorbell_postgres").handlers
+
+
+def test_a_bell_starts_over_once_when_an_operator_has_renewed_the_epoch(api: Api, bus: Any, sql: Sql) -> None:
+    bus.subscribe("worker", "events")
+    bell = api.Doorbell(bus, "worker")
+    assert bell.wait(0) is None
+    sql("select doorbell.new_epoch()")
+    with pytest.raises(LogRewound):
+        bell.wait(5)
+    assert bell.wait(0) is None
+    bus.post("events", "after", sender="ci")
+    assert bell.wait(5).seq == 1

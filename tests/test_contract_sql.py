@@ -604,12 +604,16 @@ def test_readers_of_what_is_absent_find_nothing(sql: Sql) -> None:
 
 @pytest.mark.usefixtures("filled")
 def test_peek_skips_own_messages_and_sees_another_log(sql: Sql) -> None:
-    ((channel_id, name, floor, floor_at, head),) = sql("select * from doorbell.bell_floors('worker')")
+    ((channel_id, name, floor, floor_at, head, epoch),) = sql("select * from doorbell.bell_floors('worker')")
     assert (name, floor, head) == ("events", 1, 3)
     peek = "select head, rewound, seq, sender, preview from doorbell.peek(%s, %s, %s, %s, 2)"
     assert sql(peek, ["worker"], [channel_id], [floor], [floor_at]) == [(3, False, 2, "ci", "tw")]
     assert sql(peek, ["ci"], [channel_id], [floor], [floor_at]) == [(3, False, None, None, None)]
     assert sql(peek, ["worker"], [channel_id], [3], [None]) == []
+    begun = peek.replace(", 2)", ", 2, %s)")
+    assert sql(begun, ["worker"], [channel_id], [3], [None], [epoch]) == []
+    sql("select doorbell.new_epoch()")
+    assert sql(begun, ["worker"], [channel_id], [3], [None], [epoch])[0][:2] == (3, True)
     assert sql(peek, ["worker"], [channel_id], [4], [None]) == [(3, True, None, None, None)]
     other = sql("select %s::timestamptz - interval '1 s'", floor_at)[0][0]
     assert sql(peek, ["worker"], [channel_id], [floor], [other])[0][:2] == (3, True)

@@ -147,6 +147,35 @@ def test_turns_that_ended_are_pruned_after_the_key_window_with_what_belongs_to_t
     assert not sql("select * from doorbell.violations")
 
 
+def test_a_turn_that_a_duplicate_is_being_admitted_to_is_left(sql: Sql, connect: Connect) -> None:
+    sql("select doorbell.subscribe('worker', 'events')")
+    posted(sql, "events", 2)
+    end = "select doorbell.finish_turn(t.channel_id, t.id, t.attempt) from doorbell.turn as t"
+    sql("select doorbell.admit('worker', 'events', 1, event_id => 'e')")
+    sql(end)
+    sql("update doorbell.turn set admitted_at = now() - interval '8 days', ended_at = now() - interval '8 days'")
+    with connect() as twin:
+        assert twin.execute("select state from doorbell.admit('worker', 'events', 2, event_id => 'e')").fetchall() == [
+            ("duplicate",)
+        ]
+        assert sql("select removed from doorbell.prune_turns()") == [(0,)]
+    assert not sql("select * from doorbell.violations")
+    # Acked instead of settled, the delivery goes, and the turn with it.
+    sql("select doorbell.ack('worker', 'events', 2)")
+    assert sql("select removed from doorbell.prune_turns()") == [(1,)]
+    assert sql("select count(*) from doorbell.delivery") == [(0,)]
+
+
+def test_a_turn_whose_second_run_was_killed_is_pruned_all_the_same(sql: Sql) -> None:
+    sql("select doorbell.subscribe('worker', 'events')")
+    posted(sql, "events", 1)
+    sql("select doorbell.admit('worker', 'events', 1)")
+    sql("select doorbell.finish_turn(t.channel_id, t.id, t.attempt) from doorbell.turn as t")
+    sql("select doorbell.admit('worker', 'events', 1, on_duplicate => 'run', holder => 4711)")  # and nobody holds that token
+    sql("update doorbell.turn set admitted_at = now() - interval '8 days', ended_at = now() - interval '8 days'")
+    assert sql("select removed from doorbell.prune_turns()") == [(1,)]
+
+
 def test_prune_all_prunes_every_channel_and_commits_between(sql: Sql, connect: Connect) -> None:
     for channel in ("a", "b", "c"):
         posted(sql, channel, 30, days_old=31)

@@ -70,6 +70,7 @@ class Floor(NamedTuple):
     seq: int
     created_at: float | None
     head: int
+    epoch: str
 
 
 class Question(NamedTuple):
@@ -79,6 +80,7 @@ class Question(NamedTuple):
     channel_id: int
     floor: int
     floor_at: float | None
+    epoch: str
 
 
 class News(NamedTuple):
@@ -415,7 +417,8 @@ def unacked_count(channel: str | None, handle: str | None) -> Call[int]:
 
 def bell_floors(handle: str) -> Call[list[Floor]]:
     return Call(
-        "select channel_id, channel, floor, extract(epoch from floor_at)::float8, head from doorbell.bell_floors(%s::text)",
+        "select channel_id, channel, floor, extract(epoch from floor_at)::float8, head, epoch::text"
+        " from doorbell.bell_floors(%s::text)",
         (name("handle", handle),),
         lambda rows: [Floor(*row) for row in rows],
     )
@@ -423,13 +426,14 @@ def bell_floors(handle: str) -> Call[list[Floor]]:
 
 def peek(questions: Sequence[Question], *, preview: int) -> Call[list[News]]:
     """`preview` is how many characters of a body come along; 0 for none."""
-    handles, channel_ids, floors, times = zip(*questions, strict=True) if questions else ((), (), (), ())
+    handles, channel_ids, floors, times, epochs = zip(*questions, strict=True) if questions else ((), (), (), (), ())
     return Call(
         "select watch - 1, head, coalesce(rewound, false), seq, sender, preview, extract(epoch from created_at)::float8,"
         " lost_from, lost_to"
         " from doorbell.peek(%s::text[], %s::bigint[], %s::bigint[],"
-        " array(select to_timestamp(t) from unnest(%s::float8[]) with ordinality as u (t, n) order by n), %s::integer)",
-        (list(handles), list(channel_ids), list(floors), list(times), preview),
+        " array(select to_timestamp(t) from unnest(%s::float8[]) with ordinality as u (t, n) order by n), %s::integer,"
+        " %s::text[]::uuid[])",
+        (list(handles), list(channel_ids), list(floors), list(times), preview, list(epochs)),
         lambda rows: [News(*row) for row in rows],
     )
 

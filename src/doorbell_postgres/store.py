@@ -274,7 +274,7 @@ class Store:
     def peek(self, call: Call[T]) -> T:
         """Run a read on the listener's connection, where the database itself refuses writes."""
         self.check_usable()
-        return self.listener.run(call, self._retry_for)
+        return self.listener.run(call, max(wire.POOL_LEAST, self._retry_for))
 
     @contextmanager
     def _connection(self, timeout: float) -> Iterator[Connection]:

@@ -60,6 +60,7 @@ class _Position:
     seq: int
     created_at: float | None
     head_at_start: int
+    epoch: str
 
 
 @dataclass(frozen=True)
@@ -97,14 +98,14 @@ class Watch:
 
     def reset(self, floors: Iterable[Floor]) -> None:
         """Start over from these floors."""
-        self._positions = [_Position(f.channel_id, f.channel, f.seq, f.created_at, f.head) for f in floors]
+        self._positions = [_Position(f.channel_id, f.channel, f.seq, f.created_at, f.head, f.epoch) for f in floors]
 
     @property
     def channel_ids(self) -> list[int]:
         return [p.channel_id for p in self._positions]
 
     def questions(self) -> list[Question]:
-        return [Question(self.handle, p.channel_id, p.seq, p.created_at) for p in self._positions]
+        return [Question(self.handle, p.channel_id, p.seq, p.created_at, p.epoch) for p in self._positions]
 
     def settle(self, news: Sequence[News]) -> Candidate | HistoryPruned | Literal["rewound"] | None:
         """Take the answers to `questions()`, numbered in their order; move the floors past own posts.

@@ -464,7 +464,7 @@ class AsyncStore:
 
     async def peek(self, call: Call[T]) -> T:
         """Run a read on the listener's connection, where the database itself refuses writes."""
-        return await (await self.opened()).listener.run(call, self._retry_for)
+        return await (await self.opened()).listener.run(call, max(wire.POOL_LEAST, self._retry_for))
 
     def check_fork(self) -> None:
         if self._pid != os.getpid():
