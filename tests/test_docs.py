@@ -102,8 +102,7 @@ def commands(page: Path) -> Iterator[list[str]]:
         yield span.split()
 
 
-# SECURITY.md speaks of a command that its own issue brings.
-@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "SECURITY.md"], ids=lambda page: str(page.relative_to(ROOT)))
+@each_page
 def test_commands_of_the_docs_exist(page: Path) -> None:
     targets = re.findall(r"^([a-z]+):", read(ROOT / "Makefile"), re.M)
     for words in commands(page):
@@ -125,7 +124,7 @@ def test_commands_of_the_docs_exist(page: Path) -> None:
             case ["pip", "install", what, *_]:
                 extras = re.fullmatch(r"'doorbell-postgres\[([a-z,]+)\]'", what)
                 assert extras, words
-                assert set(extras[1].split(",")) <= {"binary", "embedded"}, words
+                assert set(extras[1].split(",")) <= {"binary", "embedded", "metrics"}, words
             case ["export", assignment]:
                 assert assignment.startswith("DOORBELL_"), words
             case ["bash", path, *_]:
@@ -134,6 +133,29 @@ def test_commands_of_the_docs_exist(page: Path) -> None:
                 pass
             case _:
                 pytest.fail(f"{page.name} shows a command that no test knows: {' '.join(words)}")
+
+
+NEEDS_MORE = {"grant", "import", "metrics"}  # a role, a file, a port: their own tests have these
+
+
+@pytest.mark.parametrize("heading", ["Waiting from a harness", "Operating it"])
+def test_the_readmes_commands_run_as_pasted(heading: str, dsn: str) -> None:
+    section = read(README).partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    lines = next(text for language, text in BLOCK.findall(section) if language == "sh").splitlines()
+    pasted = [line for line in lines if line.split()[1] not in NEEDS_MORE]
+    assert len(pasted) >= 3
+    run = "import shlex, sys; from doorbell_postgres.cli import main; main(shlex.split(sys.argv[1], comments=True)[1:])"
+    for line in pasted:
+        done = run_script(run, line, env={"DOORBELL_DSN": dsn})
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+
+
+def test_every_decision_is_listed() -> None:
+    index = ROOT / "docs" / "decisions" / "README.md"
+    listed = re.findall(r"^(\d+)\. \[([^\]]+)\]\((\d{4})-[^)]+\.md\)", read(index), re.M)
+    assert [int(number) for number, _, _ in listed] == list(range(1, len(listed) + 1))
+    assert [f"{int(number):04}" for number, _, _ in listed] == [file for _, _, file in listed]
+    assert sorted(file for _, _, file in listed) == sorted(page.name[:4] for page in index.parent.glob("0*.md"))
 
 
 # -- files and links --------------------------------------------------------------------------------------------------
