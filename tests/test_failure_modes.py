@@ -48,9 +48,9 @@ def test_killed_waiter_loses_nothing(api: Api, bus: Any, sql: Sql) -> None:
 
 
 def test_orphaned_consumer_class_eliminated(api: Api, dsn: str, bus: Any, sql: Sql, processes: Processes) -> None:
-    """A poller outlives its session and consumes messages that are delivered to nobody
+    """A poller goes on consuming after its session has died, and what it takes reaches no one
 
-    Waking is not consuming: a waiter that nobody listens to hears every ring and moves no cursor. Its sessions are
+    A ring takes nothing away: a waiter that nobody listens to hears every ring and moves no cursor. Its sessions are
     read-only in the database, so it could not if it tried.
     """
     bus.subscribe("worker", "events")
@@ -178,7 +178,7 @@ def test_idempotent_post_dedup(api: Api, bus: Any) -> None:
 
 
 def test_shared_handle_degrades_to_duplicate_not_loss(api: Api, bus: Any, open_bus: Callable[..., Any]) -> None:
-    """Two consumers share an identity and reap each other's messages
+    """Two sessions act under one name, and each takes messages that the other needed
 
     Fetching does not consume, so both twins see everything and both bells ring; their acks overlap without harm. The
     worst that a shared handle costs is that work is done twice.

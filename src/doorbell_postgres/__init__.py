@@ -63,8 +63,8 @@ __all__ = [
     "wake_line",
 ]
 
-# Which module a name is loaded from, at its first use: psycopg takes most of the time of an import, and the command wants
-# to answer a Ctrl-C before that.
+# Which module a name is loaded from, at its first use: loading psycopg takes a tenth of a second, and not every importer
+# needs it.
 _HOME = {
     "AccessDenied": "errors",
     "AckBeyondHead": "errors",

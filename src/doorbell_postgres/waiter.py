@@ -58,7 +58,8 @@ class Doorbell:
         0 looks once. Returns by its deadline, whatever the network does; during an outage it goes on waiting until then.
         The next `wait` gives the next message, whether this one was acked or not.
 
-        Raises what `match` raises; SchemaMismatch or a permission error when a scan is refused; LogRewound, once, when
+        Raises what `match` raises; SchemaMismatch or AccessDenied when a scan is refused; HistoryPruned when retention was
+        forced past the handle's cursor; LogRewound, once, when
         the log behind it was replaced by an older one: the bell has then started over from the cursors.
         """
         timeout = self._idle_timeout if timeout is None else calls.seconds("timeout", timeout, zero=True)

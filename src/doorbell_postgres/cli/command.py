@@ -152,7 +152,7 @@ json_option = click.option("--json", "as_json", is_flag=True, help="Print one JS
 @click.version_option(__version__, prog_name="doorbell")
 @click.pass_context
 def main(ctx: click.Context) -> int | None:
-    """Durable message delivery for crash-prone agent sessions, on Postgres.
+    """Messages for agent sessions that crash: durable, on one Postgres, from any number of hosts.
 
     The database is named by --dsn or DOORBELL_DSN.
 
