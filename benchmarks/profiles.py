@@ -71,7 +71,7 @@ class Profiler:
 
     def peek(self, count: int) -> dict[str, float]:
         [at] = self._bus.store.peek(calls.bell_floors("worker"))
-        call = calls.peek([calls.Question("worker", at.channel_id, at.head - 1, None)], preview=4_096)
+        call = calls.peek([calls.Question("worker", at.channel_id, at.head - 1, None, at.epoch)], preview=4_096)
         cursor = self._on.cursor()
         steps = {"bare": lambda: cursor.execute(call.sql, call.params, prepare=True).fetchall(), "empty": self._empty(self._on)}
         return self._in_turn(steps, count)

@@ -696,7 +696,7 @@ $$;
 -- Promise: no row for a watch whose floor is the head. seq is null when all that is new is the handle's own; created_at is
 --   then that of the message at the head. preview holds at most the first preview_len characters of the body. rewound says
 --   that the floor is beyond the head, that another message than the one at floor_at carries its number, or that the store
---   has another epoch than the one the watch began in (new_epoch, after a restore). lost_from and
+--   has another epoch than the one the watch began in (new_epoch, after a restore): epochs has one for each, or one for all. lost_from and
 --   lost_to are the range that retention was forced past before the handle had acked it, whatever the floor; else null.
 create function doorbell.peek(
   handles text[],
@@ -712,11 +712,13 @@ language plpgsql stable security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
   return query
-    select w.n, h.seq, h.seq < w.floor or f.created_at <> w.floor_at or coalesce(w.epoch <> e.epoch, false), m.seq, m.sender, left(m.body, preview_len),
+    select w.n, h.seq, h.seq < w.floor or f.created_at <> w.floor_at or coalesce(e.is_new, false), m.seq, m.sender, left(m.body, preview_len),
            coalesce(m.created_at, (select t.created_at from doorbell.message as t where t.channel_id = w.channel_id and t.seq = h.seq)),
            l.acked_seq + 1, l.up_to
-    from unnest(handles, channel_ids, floors, floor_times, epochs) with ordinality as w (handle, channel_id, floor, floor_at, epoch, n)
-    cross join doorbell.meta as e
+    from unnest(handles, channel_ids, floors, floor_times) with ordinality as w (handle, channel_id, floor, floor_at, n)
+    cross join lateral (
+      select m.epoch <> epochs[least(w.n, cardinality(epochs))] as is_new from doorbell.meta as m
+    ) as e
     cross join lateral (select doorbell._head(w.channel_id) as seq) as h
     left join doorbell.message as f
       on f.channel_id = w.channel_id and f.seq = w.floor
@@ -734,7 +736,7 @@ begin
       where p.channel_id = w.channel_id and cu.handle = w.handle
       limit 1
     ) as l on true
-    where h.seq <> w.floor or f.created_at <> w.floor_at or w.epoch <> e.epoch or l.up_to is not null
+    where h.seq <> w.floor or f.created_at <> w.floor_at or e.is_new or l.up_to is not null
     order by w.n;
 end
 $$;

@@ -433,7 +433,14 @@ def peek(questions: Sequence[Question], *, preview: int) -> Call[list[News]]:
         " from doorbell.peek(%s::text[], %s::bigint[], %s::bigint[],"
         " array(select to_timestamp(t) from unnest(%s::float8[]) with ordinality as u (t, n) order by n), %s::integer,"
         " %s::text[]::uuid[])",
-        (list(handles), list(channel_ids), list(floors), list(times), preview, list(epochs)),
+        (
+            list(handles),
+            list(channel_ids),
+            list(floors),
+            list(times),
+            preview,
+            list(epochs if len(set(epochs)) > 1 else epochs[:1]),
+        ),
         lambda rows: [News(*row) for row in rows],
     )
 

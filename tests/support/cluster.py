@@ -6,13 +6,17 @@ end of file on it ends the server. A second such shell removes the directory. Re
 
 from __future__ import annotations
 
+import atexit
+import io
 import os
 import pwd
 import shutil
 import signal
 import subprocess
+import tarfile
 import tempfile
 import time
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +77,21 @@ def popen(args: list[str], *, user: str | None, **more: Any) -> subprocess.Popen
     if user is not None:
         more |= {"user": user, "group": pwd.getpwnam(user).pw_gid, "extra_groups": []}
     return subprocess.Popen(args, cwd="/", env=env | {"LANG": "C", "TZ": "UTC"}, start_new_session=True, **more)
+
+
+@cache
+def reachable_programs() -> Path:
+    """The server's programs where the user that runs them can reach them: a copy, when they lie in a private place."""
+    bindir, user = throwaway.find_binaries(), unprivileged()
+    if throwaway._As(user).version(bindir) is not None:
+        return bindir
+    copy = tempfile.mkdtemp(prefix="doorbell-programs-")
+    atexit.register(shutil.rmtree, copy, ignore_errors=True)
+    os.chmod(copy, 0o755)
+    stream, place = throwaway._tar(bindir)
+    with tarfile.open(fileobj=io.BytesIO(stream)) as tar:
+        tar.extractall(copy, filter="tar")
+    return Path(copy) / place
 
 
 class Node:
@@ -167,7 +186,7 @@ class Cluster:
     """A directory with servers in it. `primary` runs from the start; `add_standby` makes copies of it."""
 
     def __init__(self, **settings: str) -> None:
-        self.bindir = throwaway.find_binaries()
+        self.bindir = reachable_programs()
         self.user = unprivileged()
         self.directory = Path(tempfile.mkdtemp(prefix="doorbell-"))
         self._nodes: list[Node] = []
