@@ -22,6 +22,7 @@ from support.processes import plain_environment
 
 Sql = Callable[..., list[tuple[Any, ...]]]
 Role = Callable[..., str]
+PASSWORD = "of a role"  # asked for by the container's server
 TESTS = Path(__file__).resolve().parent
 
 AGENTS = {
@@ -43,7 +44,7 @@ def new_role(server: TestServer, dbname: str, sql: Sql) -> Iterator[Role]:
 
     def run(options: str = "login") -> str:
         made.append(f'ro"le {secrets.token_hex(4)}')
-        sql(f"create role {quoted(made[-1])} {options}")
+        sql(f"create role {quoted(made[-1])} {options} password '{PASSWORD}'")
         return made[-1]
 
     yield run
@@ -61,7 +62,7 @@ def command(dsn: str, *arguments: str) -> Result:
 
 
 def as_role(dsn: str, role: str) -> str:
-    return make_conninfo(dsn, user=role)
+    return make_conninfo(dsn, user=role, password=PASSWORD)
 
 
 def functions_of(sql: Sql, role: str) -> set[str]:
