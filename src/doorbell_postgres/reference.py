@@ -102,7 +102,8 @@ def _opened(path: str) -> Iterator[_Source]:
     file = Path(path)
     shown = sanitize(path, max_len=200)
     if not file.is_file():
-        raise Refused(f"There is no file {shown!r}." if not file.exists() else f"{shown!r} is no file.")
+        found = f"There is no file {shown!r}." if not file.exists() else f"{shown!r} is no file."
+        raise Refused(f"{found} Give the path of the reference's SQLite file.")
     try:
         with file.open("rb") as head:
             magic = head.read(16)
