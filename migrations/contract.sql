@@ -186,6 +186,7 @@ create function doorbell.post(
   headers jsonb default '{}',
   notify boolean default false,
   lock_timeout_ms integer default 5000,
+  may_stage boolean default false,
   out channel_id bigint,
   out seq bigint,
   out created_at timestamptz,
@@ -193,7 +194,8 @@ create function doorbell.post(
   out armed boolean,
   out original_sender text,
   out original_body text,
-  out original_headers jsonb
+  out original_headers jsonb,
+  out ticket bigint
 )
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
 as $$
@@ -232,6 +234,16 @@ begin
     end if;
   end if;
 
+  if may_stage then
+    select c.id into channel_id from doorbell.channel as c where c.name = post.channel;
+    if not pg_try_advisory_xact_lock(85::bigint << 56 | channel_id) then
+      insert into doorbell.staged as s (channel_id, expires_at, sender, body, headers, idempotency_key)
+        values (post.channel_id, clock_timestamp() + lock_timeout_ms * interval '1 ms', post.sender, post.body, post.headers,
+                post.idempotency_key)
+        returning s.ticket into ticket;
+      return;
+    end if;
+  end if;
   channel_id := doorbell._lock_channel(channel);
   -- Under the lock, in new statements and so with new snapshots: the locking statement's own would be from before the wait.
   if idempotency_key is not null then

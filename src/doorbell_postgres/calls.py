@@ -20,7 +20,7 @@ T_co = TypeVar("T_co", covariant=True)
 Rows = Sequence[tuple[Any, ...]]
 
 # The revision of the schema whose functions are called here.
-SCHEMA_REVISION = "0003"
+SCHEMA_REVISION = "0004"
 
 NAME_BYTES = 255
 KEY_BYTES = 1_024
@@ -205,6 +205,7 @@ def post(
     headers: Mapping[str, str] | None,
     notify: bool,
     lock_timeout: float,
+    combine: bool = False,
 ) -> Call[Posted]:
     channel, sender = name("channel", channel), name("sender", sender)
     body, key = text("body", body, BODY_BYTES), _key("idempotency_key", idempotency_key)
@@ -218,6 +219,14 @@ def post(
             message = read_message(channel, seq, original[0], original[1], created_at, original[2], key)
         return Posted(message, channel_id, armed)
 
+    if combine:
+        return Call(
+            "call doorbell.post_combined(%s::text, %s::text, %s::text, %s::text, %s::jsonb, %s::boolean, %s::integer)",
+            (channel, body, sender, key, encoded, notify, milliseconds(lock_timeout)),
+            read,
+            repeatable=key is not None,
+            posts=channel,
+        )
     return Call(
         "select channel_id, seq, extract(epoch from created_at)::float8, posted, armed,"
         " original_sender, original_body, original_headers"

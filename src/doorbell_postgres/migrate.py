@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 SCHEMA = "doorbell"
 # Advisory keys are listed in docs/architecture.md; this is class 0x51, the migration guard.
 GUARD = 0x51 << 56
-DECLARED = ("contract.sql", "admission.sql", "operations.sql", "views.sql")
+DECLARED = ("contract.sql", "combining.sql", "admission.sql", "operations.sql", "views.sql")
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from doorbell_postgres.notifier import Notifier
 T = TypeVar("T")
 Connection = psycopg.Connection[Any]
 log = logging.getLogger("doorbell_postgres")
+COMBINE = not os.environ.get("PLAIN")
 
 
 POOL = "doorbell"
@@ -154,6 +155,7 @@ class Store:
             headers=headers,
             notify=conn is not None and self._announces,
             lock_timeout=self._lock_timeout,
+            combine=conn is None and COMBINE,
         )
         posted = self._run(call, conn)
         if conn is None:

@@ -30,6 +30,7 @@ from doorbell_postgres.watch import ListenerState
 T = TypeVar("T")
 Connection = psycopg.AsyncConnection[Any]
 log = logging.getLogger("doorbell_postgres")
+COMBINE = not os.environ.get("PLAIN")
 
 # How long the server is given to end the query of a call that was cancelled; after that its connection is given up.
 SETTLE = 1.0
@@ -323,6 +324,7 @@ class AsyncStore:
             headers=headers,
             notify=conn is not None and self._announces,
             lock_timeout=self._lock_timeout,
+            combine=conn is None and COMBINE,
         )
         posted = await self._run(call, conn)
         if conn is None:
