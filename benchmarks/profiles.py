@@ -42,7 +42,7 @@ class Profiler:
 
     def post(self, count: int) -> dict[str, float]:
         def bare(connection: psycopg.Connection[Any]) -> Callable[[], object]:
-            call = calls.post("profile", BODY, sender="bench", idempotency_key=None, headers=None, notify=False, lock_timeout=5)
+            call = calls.post_combined(calls.outgoing("profile", BODY, sender="bench"), announce=False, lock_timeout=5)
             cursor = connection.cursor()
             return lambda: cursor.execute(call.sql, call.params, prepare=True).fetchall()
 

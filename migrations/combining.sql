@@ -1,43 +1,75 @@
 -- Combining: posts that meet on one channel share a flush.
 --
--- Flow.     Who finds the channel's gate free posts as doorbell.post does. Who does not leaves its message in doorbell.staged,
---           commits (nothing is flushed: the table is unlogged), and waits for the gate. Whoever gets it and has no number yet
---           numbers all that wait there, in one commit, and writes the numbers back; the others find theirs and are done.
--- Gate.     A transaction's advisory lock, one a channel (class 0x55). It orders those who combine among themselves; the
---           channel row's lock still excludes everybody else, and is taken behind it.
--- Truth.    A post is in the log when the commit that numbered it is flushed, whatever synchronous_commit its session has.
---           A staged row without a number belongs to nobody but its post: what gives up deletes it first.
+-- Flow.     Who finds the channel's gate free posts as ever (doorbell.post). Who does not leaves the message in doorbell.staged,
+--           commits (nothing is flushed: that table is unlogged) and waits for the gate. Who gets it and has no number yet
+--           numbers everything that is staged there, in one commit, and writes the answers back; the others find theirs.
+-- Gate.     A transaction's advisory lock for each channel (class 0x55). It orders those who combine; the channel row's lock,
+--           taken behind it, orders them with everybody else.
+-- Truth.    A post is in the log when the commit that numbered it is flushed; that one is flushed whatever synchronous_commit
+--           its session has asked for. A staged row without an answer is in no log: who gives up removes it first, so that
+--           "not posted" is true. A crash of the server empties the table; nobody was told that one of those was posted.
+-- Left.     A session that ends while it waits leaves its row: whoever comes next may still number it until it expires, and
+--           prune removes it. Its client was told nothing, and with a key may post again.
 
 
-create function doorbell._sequence(channel_id bigint, ticket bigint) returns void
-language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = off
+-- Leaves a message for whoever holds the gate; the ticket is its place in the order of arrival.
+create function doorbell._stage(
+  channel_id bigint, body text, sender text, idempotency_key text, headers jsonb, lock_timeout_ms integer, out ticket bigint
+)
+language plpgsql volatile
+as $$
+begin
+  insert into doorbell.staged as s (channel_id, expires_at, sender, body, headers, idempotency_key)
+    values (_stage.channel_id, clock_timestamp() + lock_timeout_ms * interval '1 ms', _stage.sender, _stage.body,
+            _stage.headers, _stage.idempotency_key)
+    returning s.ticket into ticket;
+end
+$$;
+
+-- Numbers what is staged on the channel, in order of arrival, and writes the answers back. The gate is held by the caller.
+--
+-- It looks at most reach tickets away from its own, so that it never walks over the rows of a long past that an old snapshot
+-- keeps from being removed; what lies further off is numbered by its own session. A row that is being given up is passed over.
+-- Locks: the channel row, until the row of this ticket expires; the staged rows.
+create function doorbell._number_staged(channel_id bigint, ticket bigint, reach integer) returns void
+language plpgsql volatile set enable_seqscan = off
 as $$
 declare
+  v_first constant bigint := ticket - reach;
+  v_last constant bigint := ticket + reach;
+  v_expires timestamptz;
   v_head bigint;
   v_time timestamptz;
 begin
+  select s.expires_at into v_expires
+    from doorbell.staged as s
+    where s.channel_id = _number_staged.channel_id and s.ticket = _number_staged.ticket;
+  perform set_config('lock_timeout', greatest(1, ceil(1000 * date_part('epoch', v_expires - clock_timestamp())))::integer::text, true);
+  if current_setting('synchronous_commit') in ('off', 'local') then
+    perform set_config('synchronous_commit', 'on', true);
+  end if;
   perform from doorbell.channel as c where c.id = channel_id for no key update;
   v_head := doorbell._head(channel_id);
   v_time := clock_timestamp();
   with waiting as materialized (
     select s.ticket, s.sender, s.body, s.headers, s.idempotency_key
     from doorbell.staged as s
-    where s.channel_id = _sequence.channel_id and s.ticket > _sequence.ticket - 256 and s.seq is null
-      and (s.expires_at > v_time or s.ticket = _sequence.ticket)
+    where s.channel_id = _number_staged.channel_id and s.ticket between v_first and v_last
+      and s.seq is null and (s.expires_at > v_time or s.ticket = _number_staged.ticket)
     order by s.ticket
-    for update skip locked
+    for no key update skip locked
   ), placed as (
     select w.ticket, o.seq as old_seq, o.created_at as old_time,
            case when w.idempotency_key is null then w.ticket else min(w.ticket) over (partition by w.idempotency_key) end as first
     from waiting as w
-    left join doorbell.message as o on o.channel_id = _sequence.channel_id and o.idempotency_key = w.idempotency_key
+    left join doorbell.message as o on o.channel_id = _number_staged.channel_id and o.idempotency_key = w.idempotency_key
   ), numbered as (
     select p.ticket, v_head + row_number() over (order by p.ticket) as seq
     from placed as p
     where p.old_seq is null and p.first = p.ticket
   ), appended as (
     insert into doorbell.message (channel_id, seq, sender, body, headers, idempotency_key, created_at)
-      select _sequence.channel_id, n.seq, w.sender, w.body, w.headers, w.idempotency_key, v_time
+      select _number_staged.channel_id, n.seq, w.sender, w.body, w.headers, w.idempotency_key, v_time
       from numbered as n
       join waiting as w using (ticket)
       order by n.seq
@@ -46,13 +78,19 @@ begin
     set seq = coalesce(p.old_seq, n.seq), created_at = coalesce(p.old_time, v_time), posted = p.old_seq is null and p.first = p.ticket
     from placed as p
     left join numbered as n on n.ticket = p.first
-    where s.channel_id = _sequence.channel_id and s.ticket = p.ticket and s.ticket > _sequence.ticket - 256;
+    where s.channel_id = _number_staged.channel_id and s.ticket = p.ticket and s.ticket between v_first and v_last;
 end
 $$;
 
+-- The number of a post that this session has staged, in a transaction of its own after the one that staged it.
+--
+-- Promise: as doorbell.post. Where failure is not null, the post is not in the log and never will be, except for RB008: then
+--   that is not known. With the gate and without an answer, this session numbers everybody's.
+-- Locks: the gate, for at most lock_timeout_ms; then as _number_staged.
 create function doorbell.collect(
   channel_id bigint,
   ticket bigint,
+  lock_timeout_ms integer,
   out seq bigint,
   out created_at timestamptz,
   out posted boolean,
@@ -60,38 +98,88 @@ create function doorbell.collect(
   out original_sender text,
   out original_body text,
   out original_headers jsonb,
-  out failure text
+  out failure text,
+  out failure_reason text
 )
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
 as $$
+declare
+  v_reach integer;
 begin
+  if lock_timeout_ms is distinct from 5000 then
+    perform set_config('lock_timeout', lock_timeout_ms::text, true);
+  end if;
   armed := false;
   begin
     perform pg_advisory_xact_lock(85::bigint << 56 | channel_id);
   exception when lock_not_available or query_canceled then
     failure := sqlstate;
+    failure_reason := sqlerrm;
   end;
+
   delete from doorbell.staged as s
-    where s.channel_id = collect.channel_id and s.ticket = collect.ticket and s.seq is not null
+    where s.channel_id = collect.channel_id and s.ticket = collect.ticket and s.backend = pg_backend_pid() and s.seq is not null
     returning s.seq, s.created_at, s.posted into seq, created_at, posted;
-  if not found then
-    perform doorbell._sequence(channel_id, ticket);
-    armed := doorbell._armed(channel_id);
-    delete from doorbell.staged as s
-      where s.channel_id = collect.channel_id and s.ticket = collect.ticket
-      returning s.seq, s.created_at, s.posted into seq, created_at, posted;
+  if not found and failure is null then
+    -- Should another one's be what cannot be written, it fails alone.
+    foreach v_reach in array array[256, 0] loop
+      begin
+        perform doorbell._number_staged(channel_id, ticket, v_reach);
+        failure := null;
+        exit;
+      exception
+        when lock_not_available or query_canceled then
+          failure := sqlstate;
+          failure_reason := sqlerrm;
+          exit;
+        when others then
+          failure := sqlstate;
+          failure_reason := sqlerrm;
+      end;
+    end loop;
+    armed := failure is null and doorbell._armed(channel_id);
+  end if;
+
+  -- This one's own answer is taken, or the post is given up: whoever is numbering it just now is waited for.
+  if seq is null then
+    begin
+      delete from doorbell.staged as s
+        where s.channel_id = collect.channel_id and s.ticket = collect.ticket and s.backend = pg_backend_pid()
+        returning s.seq, s.created_at, s.posted into seq, created_at, posted;
+      if not found then
+        failure := 'RB008';
+        failure_reason := 'the staged post is gone';
+      end if;
+    exception when lock_not_available or query_canceled then
+      failure := 'RB008';
+      failure_reason := 'the commit that may have numbered the post has not ended';
+    end;
+  end if;
+  if seq is not null then
+    failure := null;
+    if not posted then
+      select m.sender, m.body, m.headers into original_sender, original_body, original_headers
+        from doorbell.message as m
+        where m.channel_id = collect.channel_id and m.seq = collect.seq;
+    end if;
   end if;
 end
 $$;
 
+-- Appends one message as doorbell.post does, sharing the flush with others that are posting to the channel.
+--
+-- Call it outside a transaction block: it commits, and where the channel is busy does so twice. In a block a busy channel
+--   raises 2D000, and nothing is posted. With announce, bells that may wait are told, in a transaction that flushes nothing,
+--   unless the queue is half full. created_at is in seconds since 1970.
+-- Errors: as doorbell.post; RB008 the outcome is not known (with a key the post may be sent again).
 create procedure doorbell.post_combined(
   channel text,
   body text,
   sender text,
-  idempotency_key text,
-  headers jsonb,
-  announce boolean,
-  lock_timeout_ms integer,
+  idempotency_key text default null,
+  headers jsonb default '{}',
+  announce boolean default true,
+  lock_timeout_ms integer default 5000,
   inout channel_id bigint default null,
   inout seq bigint default null,
   inout created_at float8 default null,
@@ -110,7 +198,14 @@ begin
   channel_id := p.channel_id;
   if p.ticket is not null then
     commit;
-    p := doorbell.collect(channel_id, p.ticket);
+    p := doorbell.collect(channel_id, p.ticket, lock_timeout_ms);
+    if p.failure is not null then
+      commit;
+      raise exception using
+        errcode = p.failure,
+        message = p.failure_reason || '.',
+        hint = case p.failure when 'RB008' then 'Look whether it is in the log before you post it again; with a key, post it again.' else '' end;
+    end if;
   end if;
   seq := p.seq;
   created_at := pg_catalog.date_part('epoch', p.created_at);
@@ -121,10 +216,10 @@ begin
     original_body := p.original_body;
     original_headers := p.original_headers;
   end if;
-  if armed and announce then
+  -- A full queue would fail the call, and the post is in the log by now.
+  if armed and announce and pg_catalog.pg_notification_queue_usage() < 0.5 then
     commit;
     perform doorbell.announce(array[channel_id]);
-    armed := false;
   end if;
 end
 $$;

@@ -10,7 +10,7 @@
 -- Rights.   Every function runs as the owner of the schema with a pinned search_path; PUBLIC may execute none of them.
 --           Names that begin with an underscore are private: no role is ever granted those.
 -- Errors.   RB001 bad input, RB002 unknown channel, RB003 not subscribed, RB004 ack beyond head, RB005 the log rewound,
---           RB006 retention was forced past the cursor (operations.sql).
+--           RB006 retention was forced past the cursor (operations.sql), RB008 the outcome is not known (combining.sql).
 --           Each comes with what was expected and what to do.
 --
 -- This file is dropped and declared anew as a whole after each migration; a changed file wants a new revision.
@@ -132,7 +132,8 @@ end
 $$;
 
 -- Advisory keys are single bigints with our class in the top byte, since ids outgrow the two-integer form:
--- 0x51 the migration guard, 0x52 a channel that is waited on, 0x53 the wildcard for all channels, 0x54 a session's token.
+-- 0x51 the migration guard, 0x52 a channel that is waited on, 0x53 the wildcard for all channels, 0x54 a session's token,
+-- 0x55 the gate of a channel (combining.sql).
 create function doorbell._key(class integer, id bigint) returns bigint
 language sql immutable set search_path = pg_catalog, pg_temp
 as $$
@@ -176,6 +177,8 @@ $$;
 --   them). A rival's uncommitted post of the same key is waited for; if it rolls back, this one becomes the original.
 -- armed says that a bell may wait for the announcement; with notify the announcement is made here, in this transaction
 --   (which then takes a cluster-wide lock while it commits). Delivery never depends on it.
+-- may_stage is for doorbell.post_combined (combining.sql): where others are posting to the channel, the message is staged
+--   instead, and ticket is what doorbell.collect wants in the next transaction. Nothing is posted until then.
 -- Locks: the channel row, for at most lock_timeout_ms. A key that is found at once takes no lock.
 -- Errors: RB001 bad input or not READ COMMITTED; 55P03 the channel was held for too long.
 create function doorbell.post(
@@ -234,17 +237,26 @@ begin
     end if;
   end if;
 
-  if may_stage then
-    select c.id into channel_id from doorbell.channel as c where c.name = post.channel;
-    if not pg_try_advisory_xact_lock(85::bigint << 56 | channel_id) then
-      insert into doorbell.staged as s (channel_id, expires_at, sender, body, headers, idempotency_key)
-        values (post.channel_id, clock_timestamp() + lock_timeout_ms * interval '1 ms', post.sender, post.body, post.headers,
-                post.idempotency_key)
-        returning s.ticket into ticket;
-      return;
+  -- A body that is large is worth a flush of its own.
+  if may_stage and octet_length(body) <= 65536 then
+    -- The row is locked where the gate is free. A gate that is refused looks like a channel that is not there.
+    select c.id into channel_id
+      from doorbell.channel as c
+      where c.name = channel and pg_try_advisory_xact_lock(85::bigint << 56 | c.id)
+      for no key update;
+    if not found then
+      select c.id into channel_id from doorbell.channel as c where c.name = channel;
+      if found then
+        ticket := doorbell._stage(channel_id, body, sender, idempotency_key, headers, lock_timeout_ms);
+        return;
+      end if;
     end if;
+  else
+    select c.id into channel_id from doorbell.channel as c where c.name = channel for no key update;
   end if;
-  channel_id := doorbell._lock_channel(channel);
+  if not found then
+    channel_id := doorbell._lock_channel(channel);
+  end if;
   -- Under the lock, in new statements and so with new snapshots: the locking statement's own would be from before the wait.
   if idempotency_key is not null then
     select m.seq, m.created_at, m.sender, m.body, m.headers
@@ -255,10 +267,12 @@ begin
       return;
     end if;
   end if;
-  seq := doorbell._head(channel_id) + 1;
-  created_at := clock_timestamp();
-  insert into doorbell.message (channel_id, seq, sender, body, headers, idempotency_key, created_at)
-    values (post.channel_id, post.seq, post.sender, post.body, post.headers, post.idempotency_key, post.created_at);
+  insert into doorbell.message as m (channel_id, seq, sender, body, headers, idempotency_key, created_at)
+    values (
+      post.channel_id,
+      coalesce((select h.seq from doorbell.message as h where h.channel_id = post.channel_id order by h.seq desc limit 1), 0) + 1,
+      post.sender, post.body, post.headers, post.idempotency_key, clock_timestamp())
+    returning m.seq, m.created_at into seq, created_at;
   posted := true;
   armed := doorbell._armed(channel_id);
   if notify and armed then
@@ -271,6 +285,7 @@ $$;
 --
 -- Promise: one row a draft, in the order given. New messages get consecutive numbers in that order; a draft whose key the
 --   channel knows, or an earlier draft of the same call has, is not posted and comes back as its original.
+-- senders, where it is given, has a sender for each draft, and sender stands for those that are null.
 -- Locks, errors, notify: as post.
 create function doorbell.post_many(
   channel text,
@@ -279,7 +294,8 @@ create function doorbell.post_many(
   idempotency_keys text[] default null,
   headers jsonb[] default null,
   notify boolean default false,
-  lock_timeout_ms integer default 5000
+  lock_timeout_ms integer default 5000,
+  senders text[] default null
 ) returns table (
   channel_id bigint,
   draft bigint,
@@ -311,6 +327,10 @@ begin
     doorbell._name_fault('channel', channel),
     doorbell._name_fault('sender', sender),
     case when cardinality(v_keys) <> v_count then format('there are %s bodies and %s keys', v_count, cardinality(v_keys)) end,
+    case when cardinality(senders) <> v_count then format('there are %s bodies and %s senders', v_count, cardinality(senders)) end,
+    (select min(doorbell._name_fault(format('sender %s', d.n), d.sender))
+       from unnest(senders) with ordinality as d (sender, n)
+       where d.sender is not null),
     case when cardinality(v_headers) <> v_count then format('there are %s bodies and %s headers', v_count, cardinality(v_headers)) end,
     (select min(format('body %s %s', d.n, case when d.body is null then 'is null' else format('has %s bytes', octet_length(d.body)) end))
        from unnest(bodies) with ordinality as d (body, n)
@@ -347,8 +367,8 @@ begin
     left join numbered as f on f.n = d.first;
 
   insert into doorbell.message (channel_id, seq, sender, body, headers, idempotency_key, created_at)
-    select v_id, d.seq, post_many.sender, d.body, d.headers, d.key, v_time
-    from unnest(bodies, v_keys, v_headers, v_seqs, v_posted) as d (body, key, headers, seq, posted)
+    select v_id, d.seq, coalesce(d.sender, post_many.sender), d.body, d.headers, d.key, v_time
+    from unnest(bodies, v_keys, v_headers, v_seqs, v_posted, senders) as d (body, key, headers, seq, posted, sender)
     where d.posted
     order by d.seq;
   if found then

@@ -210,6 +210,8 @@ begin
   end if;
   removed := 0;
   more := false;
+  -- What sessions that died while they posted have left behind.
+  delete from doorbell.staged as s where s.expires_at < clock_timestamp() - interval '1 minute';
   if v_wanted is not null and not exists (select from doorbell.channel as c where c.name = v_wanted) then
     perform doorbell._refuse_channel(v_wanted);
   end if;
@@ -425,6 +427,7 @@ as $$
     ('backlog_of', true, true),
     ('bell_floors', true, false),
     ('channel_names', true, true),
+    ('collect', true, false),
     ('fail_turn', true, false),
     ('finish_turn', true, false),
     ('grant_role', false, false),
@@ -435,6 +438,7 @@ as $$
     ('new_epoch', false, false),
     ('peek', true, false),
     ('post', true, false),
+    ('post_combined', true, false),
     ('post_many', true, false),
     ('prune', false, false),
     ('prune_all', false, false),

@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager
 
 from doorbell_postgres import calls
 from doorbell_postgres.contract import Backlog, Draft, Message, Notify, OnDuplicate, Start, UnfinishedTurn
-from doorbell_postgres.store import Connection, Store
+from doorbell_postgres.pool import Connection
+from doorbell_postgres.store import Store
 from doorbell_postgres.turns import Turn, Turns
 from doorbell_postgres.watch import ListenerState
 

@@ -37,6 +37,7 @@ class Call(Generic[T_co]):
 
     `repeatable`: sending it twice has the effect of sending it once, so that a lost answer is no loss. `posts` names the
     channel that a post would append to: a post that cannot get the channel's lock is told so instead of being retried.
+    `commits`: it commits by itself and goes on, so that one that was cancelled may have taken effect.
     """
 
     sql: str
@@ -44,6 +45,7 @@ class Call(Generic[T_co]):
     read: Callable[[Rows], T_co]
     repeatable: bool = True
     posts: str | None = None
+    commits: bool = False
 
 
 class Posted(NamedTuple):
@@ -196,45 +198,65 @@ def _nothing(rows: Rows) -> None:
 # -- posting ----------------------------------------------------------------------------------------------------------
 
 
-def post(
-    channel: str,
-    body: str,
-    *,
-    sender: str,
-    idempotency_key: str | None,
-    headers: Mapping[str, str] | None,
-    notify: bool,
-    lock_timeout: float,
-    combine: bool = False,
-) -> Call[Posted]:
-    channel, sender = name("channel", channel), name("sender", sender)
-    body, key = text("body", body, BODY_BYTES), _key("idempotency_key", idempotency_key)
-    kept, encoded = checked_headers("headers", headers)
+class Outgoing(NamedTuple):
+    """A message that was checked and has no number yet."""
 
-    def read(rows: Rows) -> Posted:
+    channel: str
+    body: str
+    sender: str
+    key: str | None
+    headers: Headers
+    encoded: str
+
+    def read(self, rows: Rows) -> Posted:
         channel_id, seq, created_at, posted, armed, *original = rows[0]
         if posted:
-            message = Message(channel, seq, sender, body, created_at, kept, key)
+            message = Message(self.channel, seq, self.sender, self.body, created_at, self.headers, self.key)
         else:
-            message = read_message(channel, seq, original[0], original[1], created_at, original[2], key)
+            message = read_message(self.channel, seq, original[0], original[1], created_at, original[2], self.key)
         return Posted(message, channel_id, armed)
 
-    if combine:
-        return Call(
-            "call doorbell.post_combined(%s::text, %s::text, %s::text, %s::text, %s::jsonb, %s::boolean, %s::integer)",
-            (channel, body, sender, key, encoded, notify, milliseconds(lock_timeout)),
-            read,
-            repeatable=key is not None,
-            posts=channel,
-        )
+
+def outgoing(
+    channel: str, body: str, *, sender: str, idempotency_key: str | None = None, headers: Mapping[str, str] | None = None
+) -> Outgoing:
+    return Outgoing(
+        name("channel", channel),
+        text("body", body, BODY_BYTES),
+        name("sender", sender),
+        _key("idempotency_key", idempotency_key),
+        *checked_headers("headers", headers),
+    )
+
+
+def post(message: Outgoing, *, notify: bool, lock_timeout: float) -> Call[Posted]:
+    """As part of a transaction. With `notify`, its commit announces the post."""
     return Call(
-        "select channel_id, seq, extract(epoch from created_at)::float8, posted, armed,"
+        "select channel_id, seq, date_part('epoch', created_at), posted, armed,"
         " original_sender, original_body, original_headers"
         " from doorbell.post(%s::text, %s::text, %s::text, %s::text, %s::jsonb, %s::boolean, %s::integer)",
-        (channel, body, sender, key, encoded, notify, milliseconds(lock_timeout)),
-        read,
-        repeatable=key is not None,
-        posts=channel,
+        (
+            *(message.channel, message.body, message.sender, message.key, message.encoded),
+            *(notify, milliseconds(lock_timeout)),
+        ),
+        message.read,
+        repeatable=message.key is not None,
+        posts=message.channel,
+    )
+
+
+def post_combined(message: Outgoing, *, announce: bool, lock_timeout: float) -> Call[Posted]:
+    """By itself. With `announce`, the same call announces the post behind its commit, where a bell is armed."""
+    return Call(
+        "call doorbell.post_combined(%s::text, %s::text, %s::text, %s::text, %s::jsonb, %s::boolean, %s::integer)",
+        (
+            *(message.channel, message.body, message.sender, message.key, message.encoded),
+            *(announce, milliseconds(lock_timeout)),
+        ),
+        message.read,
+        repeatable=message.key is not None,
+        posts=message.channel,
+        commits=True,
     )
 
 
@@ -288,6 +310,30 @@ def post_many(
         read,
         repeatable=all(key is not None for key in keys),
         posts=channel,
+    )
+
+
+def post_together(messages: Sequence[Outgoing], *, lock_timeout: float) -> Call[list[Posted]]:
+    """Several messages of one channel in one commit, each with its own sender."""
+    keyed = any(message.key is not None for message in messages)
+    return Call(
+        "select channel_id, seq, date_part('epoch', created_at), posted, armed,"
+        " original_sender, original_body, original_headers"
+        " from doorbell.post_many("
+        "%s::text, %s::text, %s::text[], %s::text[], %s::text[]::jsonb[], false, %s::integer, %s::text[])"
+        " order by draft",
+        (
+            messages[0].channel,
+            messages[0].sender,
+            [message.body for message in messages],
+            [message.key for message in messages] if keyed else None,
+            [message.encoded for message in messages] if any(message.headers for message in messages) else None,
+            milliseconds(lock_timeout),
+            [message.sender for message in messages],
+        ),
+        lambda rows: [message.read([row]) for message, row in zip(messages, rows, strict=True)],
+        repeatable=all(message.key is not None for message in messages),
+        posts=messages[0].channel,
     )
 
 

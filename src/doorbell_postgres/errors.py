@@ -64,7 +64,7 @@ class ChannelBusy(DoorbellError, TimeoutError):
 
 
 class OutcomeUnknown(DoorbellError):
-    """The connection broke while a post without a key was under way: it may or may not be in the log."""
+    """The connection broke, or the call was cancelled, under a post without a key: it may or may not be in the log."""
 
 
 class HistoryPruned(DoorbellError):
@@ -88,6 +88,7 @@ BY_SQLSTATE: dict[str, type[DoorbellError]] = {
     "RB005": LogRewound,
     "RB006": HistoryPruned,
     "RB007": TurnLost,
+    "RB008": OutcomeUnknown,
 }
 
 # The schema, its version table or one of its functions is not there.
@@ -95,6 +96,7 @@ SCHEMA_ABSENT = frozenset({"3F000", "42P01", "42883"})
 
 LOCK_TIMEOUT = "55P03"
 DENIED = "42501"
+CANCELED = "57014"
 
 # Read-only after a failover (25006) and the two idle-session timeouts (25P03, 25P04) come as InternalError.
 _TRANSIENT = frozenset(

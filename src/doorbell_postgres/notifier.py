@@ -26,6 +26,15 @@ class Notifier:
         self._pending: set[int] = set()
         self._thread: threading.Thread | None = None
         self._closing = False
+        self._rests_until = 0.0
+
+    def is_free(self) -> bool:
+        """Whether a post may announce itself, in its own call: the first of a moment may, those that follow are gathered."""
+        return not self._pending and time.monotonic() >= self._rests_until
+
+    def rest(self) -> None:
+        """A post has announced itself."""
+        self._rests_until = time.monotonic() + GATHER
 
     def announce(self, channel_ids: list[int]) -> None:
         with self._changed:
@@ -50,6 +59,7 @@ class Notifier:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending or self._closing)
+                self._changed.wait_for(lambda: self._closing, self._rests_until - time.monotonic())
                 if not self._pending:
                     return
                 taken, self._pending = sorted(self._pending), set()
@@ -58,6 +68,5 @@ class Notifier:
                 self._send(taken)
             except Exception as exc:
                 log.debug("announcement dropped (%s); bells find the posts by polling", type(exc).__name__)
-            spent = time.monotonic() - began
-            with self._changed:
-                self._changed.wait_for(lambda: self._closing, max(GATHER, spent / SHARE - spent))
+            now = time.monotonic()
+            self._rests_until = now + max(GATHER, (now - began) * (1 / SHARE - 1))

@@ -9,58 +9,23 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cached_property, partial
-from typing import Any, TypeVar
+from functools import partial
+from typing import TypeVar
 
 import psycopg
 from psycopg.rows import tuple_row
-from psycopg_pool import ConnectionPool, PoolClosed, PoolTimeout
 
 from doorbell_postgres import calls, throwaway, wire
 from doorbell_postgres import migrate as migration
-from doorbell_postgres.calls import Call, Posted, ReadTimes
+from doorbell_postgres.calls import Call, Outgoing, Posted, ReadTimes
 from doorbell_postgres.contract import Backlog, Draft, Message, Notify, Start
 from doorbell_postgres.listener import Listener
 from doorbell_postgres.notifier import Notifier
+from doorbell_postgres.pool import Connection, Pool, Pooled
+from doorbell_postgres.sharing import Sharing
 
 T = TypeVar("T")
-Connection = psycopg.Connection[Any]
 log = logging.getLogger("doorbell_postgres")
-COMBINE = not os.environ.get("PLAIN")
-
-
-POOL = "doorbell"
-
-
-def _not_ours(record: logging.LogRecord) -> bool:
-    return not (isinstance(record.args, tuple) and POOL in record.args)
-
-
-# The pool logs every dial that fails, on a logger of its own. Whoever asked for the connection gets the reason instead.
-logging.getLogger("psycopg.pool").addFilter(_not_ours)
-
-
-class _Pooled(psycopg.Connection[Any]):
-    """A connection of the pool, which keeps one cursor: a new one for each call costs a third of the call's own CPU."""
-
-    @cached_property
-    def calls(self) -> psycopg.Cursor[Any]:
-        return psycopg.Cursor(self, row_factory=tuple_row)
-
-
-class _Dialer:
-    """Stands where the pool expects a connection class, and keeps why the last dial failed: the pool only logs it."""
-
-    refusal: psycopg.Error | None = None
-
-    def connect(self, conninfo: str, **options: Any) -> Connection:
-        try:
-            connection = _Pooled.connect(conninfo, **options)
-        except psycopg.Error as exc:
-            self.refusal = exc
-            raise
-        self.refusal = None
-        return connection
 
 
 class Store:
@@ -106,23 +71,12 @@ class Store:
             settings = settings.on(throwaway.shared().create_database())
         self._check_opening(settings)
 
-        self._dialer = _Dialer()
-        self._pool: ConnectionPool[Connection] = ConnectionPool(
-            settings.dsn,
-            connection_class=self._dialer,  # type: ignore[arg-type]
-            kwargs={**settings.options, "autocommit": True},
-            min_size=0,
-            max_size=settings.max_size,
-            open=True,
-            reconnect_timeout=wire.POOL_RECONNECT,
-            configure=_configure,
-            check=_check,
-            name=POOL,
-        )
+        self._pool = Pool(settings)
         self.activity = threading.Condition()
         # The threads of these two know nothing of this store, so that one which is dropped unclosed is collected.
         self.listener = Listener(settings.dsn, settings.options, listen=self._announces, on_news=partial(_notify, self.activity))
         self._notifier = Notifier(partial(_announce, self._pool))
+        self._sharing = Sharing()
         self._read = ReadTimes()
         self._finalizer = weakref.finalize(self, _shut, self._pid, self._notifier, self.listener, self._pool)
 
@@ -147,20 +101,12 @@ class Store:
         conn: Connection | None = None,
     ) -> Message:
         """Append one message; see MessageBus.post. Sender comes before body here, as in the reference."""
-        call = calls.post(
-            channel,
-            body,
-            sender=sender,
-            idempotency_key=idempotency_key,
-            headers=headers,
-            notify=conn is not None and self._announces,
-            lock_timeout=self._lock_timeout,
-            combine=conn is None and COMBINE,
-        )
-        posted = self._run(call, conn)
-        if conn is None:
-            self._posted([posted])
-        return posted.message
+        message = calls.outgoing(channel, body, sender=sender, idempotency_key=idempotency_key, headers=headers)
+        if conn is not None:
+            call = calls.post(message, notify=self._announces, lock_timeout=self._lock_timeout)
+            return (self._run(call, conn)).message
+        self.check_usable()
+        return self._sharing.post(message, self._post_alone, self._post_together).message
 
     def post_many(
         self, channel: str, messages: Iterable[str | Draft], *, sender: str, conn: Connection | None = None
@@ -229,7 +175,7 @@ class Store:
         Pass it as `conn=`. Nothing in it is retried, and its posts hold their channels until it ends: keep it short.
         """
         self.check_usable()
-        with self._connection(self._retry_for) as connection, connection.transaction():
+        with self._pool.connection(self._retry_for) as connection, connection.transaction():
             yield connection
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -263,37 +209,35 @@ class Store:
                 return _send(conn, call)
             except psycopg.Error as exc:
                 raise wire.translate(exc, call) from None
-        attempts = wire.Attempts(call, self._retry_for)
+        began = time.monotonic()
+        attempts: wire.Attempts | None = None
         while True:
             sent = False
             try:
-                with self._connection(attempts.remaining()) as connection:
+                with self._pool.connection(attempts.remaining() if attempts else self._retry_for) as connection:
                     sent = True
                     return _send(connection, call)
             except psycopg.Error as exc:
+                attempts = attempts or wire.Attempts(call, began + self._retry_for)
                 time.sleep(attempts.after(exc, sent=sent))
+
+    def _post_alone(self, message: Outgoing) -> Posted:
+        announce = self._announces and self._notifier.is_free()
+        posted = self._run(calls.post_combined(message, announce=announce, lock_timeout=self._lock_timeout))
+        self._posted([posted], announced=announce)
+        return posted
+
+    def _post_together(self, messages: list[Outgoing]) -> list[Posted]:
+        if len(messages) == 1:
+            return [self._post_alone(messages[0])]
+        posted = self._run(calls.post_together(messages, lock_timeout=self._lock_timeout))
+        self._posted(posted)
+        return posted
 
     def peek(self, call: Call[T]) -> T:
         """Run a read on the listener's connection, where the database itself refuses writes."""
         self.check_usable()
         return self.listener.run(call, max(wire.POOL_LEAST, self._retry_for))
-
-    @contextmanager
-    def _connection(self, timeout: float) -> Iterator[Connection]:
-        try:
-            connection = self._pool.getconn(timeout=min(max(wire.POOL_LEAST, timeout), wire.POOL_PATIENCE))
-        except PoolClosed:
-            raise wire.closed_meanwhile() from None
-        except PoolTimeout as exc:
-            raise self._dialer.refusal or exc from None
-        try:
-            yield connection
-        except psycopg.Error as exc:
-            if wire.spoils_connection(exc):
-                connection.close()
-            raise
-        finally:
-            self._pool.putconn(connection)
 
     def check_fork(self) -> None:
         if self._pid != os.getpid():
@@ -304,13 +248,16 @@ class Store:
         if self._closed:
             raise wire.closed()
 
-    def _posted(self, posted: list[Posted]) -> None:
+    def _posted(self, posted: list[Posted], *, announced: bool = False) -> None:
         """After the commit: tell the bells of this process directly and, where one may wait elsewhere, the notifier."""
         if not posted:
             return
         self.listener.announced([posted[0].channel_id])
         if self._announces and any(each.armed for each in posted):
-            self._notifier.announce([posted[0].channel_id])
+            if announced:
+                self._notifier.rest()
+            else:
+                self._notifier.announce([posted[0].channel_id])
         _notify(self.activity)
 
     @staticmethod
@@ -330,7 +277,7 @@ class Store:
         wire.check_hello(hello)
 
 
-def _announce(pool: ConnectionPool[Connection], channel_ids: list[int]) -> None:
+def _announce(pool: Pool, channel_ids: list[int]) -> None:
     with pool.connection(timeout=1.0) as connection:
         _send(connection, calls.announce(channel_ids))
 
@@ -342,27 +289,17 @@ def _notify(activity: threading.Condition) -> None:
 
 def _send(connection: Connection, call: Call[T]) -> T:
     # On a caller's connection a cursor of our own kind: it may have been given another row factory.
-    cursor = connection.calls if isinstance(connection, _Pooled) else psycopg.Cursor(connection, row_factory=tuple_row)
+    cursor = connection.calls if isinstance(connection, Pooled) else psycopg.Cursor(connection, row_factory=tuple_row)
     rows = cursor.execute(call.sql, call.params).fetchall()
     if len(rows) > 1:
         connection.__dict__.pop("calls", None)  # its result would stay in memory until the next call
     return call.read(rows)
 
 
-def _configure(connection: Connection) -> None:
-    wire.set_up(connection, connection.execute(*wire.on_connect(connection, read_only=False)).fetchone())
-
-
-def _check(connection: Connection) -> None:
-    if wire.is_stale(connection.fileno()):
-        connection.close()
-        raise psycopg.OperationalError("the server has ended this connection")
-
-
-def _shut(pid: int, notifier: Notifier, listener: Listener, pool: ConnectionPool[Any]) -> None:
+def _shut(pid: int, notifier: Notifier, listener: Listener, pool: Pool) -> None:
     """Also at exit, for a bus that nobody closed: pending announcements go out, and no thread outlives the script."""
     if pid != os.getpid():
         return
     notifier.close()
     listener.close()
-    pool.close(timeout=0.5)
+    pool.close()

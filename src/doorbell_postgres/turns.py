@@ -14,7 +14,8 @@ from doorbell_postgres import admission
 from doorbell_postgres.admission import Admitted, Claim
 from doorbell_postgres.calls import Call
 from doorbell_postgres.contract import Message, OnDuplicate, TurnState, UnfinishedTurn
-from doorbell_postgres.store import Connection, Store
+from doorbell_postgres.pool import Connection
+from doorbell_postgres.store import Store
 from doorbell_postgres.watch import ListenerState
 
 

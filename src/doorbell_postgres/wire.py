@@ -8,8 +8,10 @@ from __future__ import annotations
 import os
 import random
 import re
+import select
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, LiteralString, TypeAlias
 
@@ -259,13 +261,13 @@ def translate(exc: psycopg.Error, call: Call[Any]) -> Exception:
 class Attempts:
     """Whether, and when, a call that failed is sent again. One per call; used by both shells.
 
-    Transient errors are retried until `retry_for` seconds after the first attempt. A post without a key is sent again only
+    Transient errors are retried until `ends`, a time of the monotonic clock. A post without a key is sent again only
     when it is certain that the first one did nothing.
     """
 
-    def __init__(self, call: Call[Any], retry_for: float) -> None:
+    def __init__(self, call: Call[Any], ends: float) -> None:
         self._call = call
-        self._ends = time.monotonic() + retry_for
+        self._ends = ends
         self._delay = 0.05
 
     def remaining(self) -> float:
@@ -279,6 +281,11 @@ class Attempts:
         call, state = self._call, exc.sqlstate
         busy = state == errors.LOCK_TIMEOUT and call.posts is None
         lost = isinstance(exc, psycopg.OperationalError)
+        if call.commits and state == errors.CANCELED and not call.repeatable:
+            raise OutcomeUnknown(
+                f"The server cancelled the post ({why(exc)}): it may or may not be in the log. "
+                "Look before posting it again; a post with an idempotency_key is sent again safely."
+            ) from exc
         if not (busy or errors.is_transient(state, connection_lost=lost)):
             raise translate(exc, call) from None
         if sent and not call.repeatable and errors.leaves_outcome_open(state):
@@ -331,6 +338,13 @@ def unanswered(timeout: float, reason: str | None) -> DatabaseUnavailable:
     )
 
 
+def interrupted() -> OutcomeUnknown:
+    return OutcomeUnknown(
+        "The call that carried this post was interrupted: it may or may not be in the log. Look before posting it again; "
+        "a post with an idempotency_key is sent again safely."
+    )
+
+
 def refuse_foreign(conn: object, expected: type) -> None:
     if not isinstance(conn, expected):
         raise InvalidInput(
@@ -338,16 +352,13 @@ def refuse_foreign(conn: object, expected: type) -> None:
         )
 
 
-if sys.platform == "win32":  # pragma: no cover
+Question: TypeAlias = Callable[[], bool]
 
-    def is_stale(fd: int) -> bool:
-        return False
 
-else:
-    import select
-
-    def is_stale(fd: int) -> bool:
-        """Whether an idle connection has something to read: the server has ended it, or is about to say so."""
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        return bool(poll.poll(0))
+def staleness(fd: int) -> Question:
+    """Asks whether an idle connection has something to read: the server has ended it, or is about to say so."""
+    if sys.platform == "win32":  # pragma: no cover
+        return lambda: False
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return lambda: bool(poll.poll(0))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
@@ -23,6 +24,15 @@ class Notifier:
         self._pending: set[int] = set()
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
+        self._rests_until = 0.0
+
+    def is_free(self) -> bool:
+        """Whether a post may announce itself, in its own call."""
+        return not self._pending and time.monotonic() >= self._rests_until
+
+    def rest(self) -> None:
+        """A post has announced itself."""
+        self._rests_until = time.monotonic() + GATHER
 
     def announce(self, channel_ids: list[int]) -> None:
         if self._closing.is_set():
@@ -39,23 +49,25 @@ class Notifier:
             self._task.cancel()
 
     async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
         while self._pending:
-            taken, self._pending = sorted(self._pending), set()
-            began = loop.time()
+            taken: set[int] = set()
             try:
-                await self._send(taken)
+                if (rest := self._rests_until - time.monotonic()) > 0:
+                    with suppress(TimeoutError):
+                        async with asyncio.timeout(rest):
+                            await self._closing.wait()
+                taken, self._pending = self._pending, set()
+                began = time.monotonic()
+                await self._send(sorted(taken))
             except asyncio.CancelledError:
                 await self._last_words(taken)
                 raise
             except Exception as exc:
                 log.debug("announcement dropped (%s); bells find the posts by polling", type(exc).__name__)
-            spent = loop.time() - began
-            with suppress(TimeoutError):
-                async with asyncio.timeout(max(GATHER, spent / SHARE - spent)):
-                    await self._closing.wait()
+            now = time.monotonic()
+            self._rests_until = now + max(GATHER, (now - began) * (1 / SHARE - 1))
 
-    async def _last_words(self, taken: list[int]) -> None:
+    async def _last_words(self, taken: set[int]) -> None:
         """The loop ends and nobody has closed the bus: a script that posts last has announced it all the same."""
         if not self._closing.is_set():
             with suppress(Exception):

@@ -23,14 +23,14 @@ from doorbell_postgres import calls, throwaway, wire
 from doorbell_postgres import migrate as migration
 from doorbell_postgres.aio.listener import Listener, Wire, drive
 from doorbell_postgres.aio.notifier import Notifier
-from doorbell_postgres.calls import Call, Posted, ReadTimes
+from doorbell_postgres.aio.sharing import Sharing
+from doorbell_postgres.calls import Call, Outgoing, Posted, ReadTimes
 from doorbell_postgres.contract import Backlog, Draft, Message, Notify, Start
 from doorbell_postgres.watch import ListenerState
 
 T = TypeVar("T")
 Connection = psycopg.AsyncConnection[Any]
 log = logging.getLogger("doorbell_postgres")
-COMBINE = not os.environ.get("PLAIN")
 
 # How long the server is given to end the query of a call that was cancelled; after that its connection is given up.
 SETTLE = 1.0
@@ -288,6 +288,7 @@ class AsyncStore:
         self._opening: asyncio.Task[Link] | None = None
         self._shutting: asyncio.Task[None] | None = None
         self._activity = Activity()
+        self._sharing = Sharing()
         self._read = ReadTimes()
         self._made = time.monotonic()
 
@@ -316,20 +317,12 @@ class AsyncStore:
         conn: Connection | None = None,
     ) -> Message:
         """Append one message; see MessageBus.post. Sender comes before body here, as in the reference."""
-        call = calls.post(
-            channel,
-            body,
-            sender=sender,
-            idempotency_key=idempotency_key,
-            headers=headers,
-            notify=conn is not None and self._announces,
-            lock_timeout=self._lock_timeout,
-            combine=conn is None and COMBINE,
-        )
-        posted = await self._run(call, conn)
-        if conn is None:
-            self._posted([posted])
-        return posted.message
+        message = calls.outgoing(channel, body, sender=sender, idempotency_key=idempotency_key, headers=headers)
+        if conn is not None:
+            call = calls.post(message, notify=self._announces, lock_timeout=self._lock_timeout)
+            return (await self._run(call, conn)).message
+        await self.opened()
+        return (await self._sharing.post(message, self._post_alone, self._post_together)).message
 
     async def post_many(
         self, channel: str, messages: Iterable[str | Draft], *, sender: str, conn: Connection | None = None
@@ -453,7 +446,7 @@ class AsyncStore:
                 return await _send(conn, call)
             except psycopg.Error as exc:
                 raise wire.translate(exc, call) from None
-        attempts = wire.Attempts(call, self._retry_for)
+        attempts = wire.Attempts(call, time.monotonic() + self._retry_for)
         while True:
             sent = False
             try:
@@ -463,6 +456,19 @@ class AsyncStore:
             except psycopg.Error as exc:
                 pause = attempts.after(exc, sent=sent)
             await asyncio.sleep(pause)
+
+    async def _post_alone(self, message: Outgoing) -> Posted:
+        announce = self._announces and (await self.opened()).notifier.is_free()
+        posted = await self._run(calls.post_combined(message, announce=announce, lock_timeout=self._lock_timeout))
+        self._posted([posted], announced=announce)
+        return posted
+
+    async def _post_together(self, messages: list[Outgoing]) -> list[Posted]:
+        if len(messages) == 1:
+            return [await self._post_alone(messages[0])]
+        posted = await self._run(calls.post_together(messages, lock_timeout=self._lock_timeout))
+        self._posted(posted)
+        return posted
 
     async def peek(self, call: Call[T]) -> T:
         """Run a read on the listener's connection, where the database itself refuses writes."""
@@ -477,13 +483,16 @@ class AsyncStore:
         if self._closed:
             raise wire.closed()
 
-    def _posted(self, posted: list[Posted]) -> None:
+    def _posted(self, posted: list[Posted], *, announced: bool = False) -> None:
         """After the commit: tell the bells of this process directly and, where one may wait elsewhere, the notifier."""
         if not posted or (link := self._link()) is None:
             return
         link.listener.announced([posted[0].channel_id])
         if self._announces and any(each.armed for each in posted):
-            link.notifier.announce([posted[0].channel_id])
+            if announced:
+                link.notifier.rest()
+            else:
+                link.notifier.announce([posted[0].channel_id])
         self._activity.tell()
 
     def tell_activity(self) -> None:
@@ -571,6 +580,6 @@ async def _send(connection: Connection, call: Call[T]) -> T:
 
 
 async def _check(connection: Connection) -> None:
-    if wire.is_stale(connection.fileno()):
+    if wire.staleness(connection.fileno())():
         await connection.close()
         raise psycopg.OperationalError("the server has ended this connection")

@@ -1,0 +1,148 @@
+"""The connections that a sync store sends its calls on."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import psycopg
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+from psycopg_pool import ConnectionPool, PoolClosed, PoolTimeout
+
+from doorbell_postgres import wire
+
+Connection = psycopg.Connection[Any]
+
+NAME = "doorbell"
+# How long a connection may be kept out of the pool, in seconds: the pool renews connections that have grown old.
+KEEP = 60.0
+
+
+def _not_ours(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.args, tuple) and NAME in record.args)
+
+
+# The pool logs every dial that fails, on a logger of its own. Whoever asked for the connection gets the reason instead.
+logging.getLogger("psycopg.pool").addFilter(_not_ours)
+
+
+class Pooled(psycopg.Connection[Any]):
+    """A connection of the pool, which keeps one cursor: a new one for each call costs a third of the call's own CPU."""
+
+    @cached_property
+    def calls(self) -> psycopg.Cursor[Any]:
+        return psycopg.Cursor(self, row_factory=tuple_row)
+
+    @cached_property
+    def is_stale(self) -> wire.Question:
+        return wire.staleness(self.fileno())
+
+
+class _Dialer:
+    """Stands where the pool expects a connection class, and keeps why the last dial failed: the pool only logs it."""
+
+    refusal: psycopg.Error | None = None
+
+    def connect(self, conninfo: str, **options: Any) -> Pooled:
+        try:
+            connection = Pooled.connect(conninfo, **options)
+        except psycopg.Error as exc:
+            self.refusal = exc
+            raise
+        self.refusal = None
+        return connection
+
+
+class Pool:
+    """psycopg's pool, and in front of it the connection that was used last: the way there and back costs as much as a call."""
+
+    def __init__(self, settings: wire.Settings) -> None:
+        self._dialer = _Dialer()
+        self._pool: ConnectionPool[Pooled] = ConnectionPool(
+            settings.dsn,
+            connection_class=self._dialer,  # type: ignore[arg-type]
+            kwargs={**settings.options, "autocommit": True},
+            min_size=0,
+            max_size=settings.max_size,
+            open=True,
+            reconnect_timeout=wire.POOL_RECONNECT,
+            configure=_configure,
+            check=_check,
+            name=NAME,
+        )
+        self._lock = threading.Lock()
+        self._kept: Pooled | None = None
+        self._asking = 0
+        self._keep_until = time.monotonic() + KEEP
+        self._closed = False
+
+    @contextmanager
+    def connection(self, timeout: float) -> Iterator[Pooled]:
+        connection = self.borrow(timeout)
+        try:
+            yield connection
+        except psycopg.Error as exc:
+            self.give_back(connection, exc)
+            raise
+        except BaseException:
+            self.give_back(connection)
+            raise
+        self.give_back(connection)
+
+    def borrow(self, timeout: float) -> Pooled:
+        """A connection, within about `timeout`. Raises BusClosed, PoolTimeout or why the last dial failed."""
+        with self._lock:
+            kept, self._kept = self._kept, None
+            self._asking += kept is None
+        if kept is not None:
+            if not kept.is_stale():
+                return kept
+            kept.close()
+            self._pool.putconn(kept)
+            with self._lock:
+                self._asking += 1
+        try:
+            return self._pool.getconn(timeout=min(max(wire.POOL_LEAST, timeout), wire.POOL_PATIENCE))
+        except PoolClosed:
+            raise wire.closed_meanwhile() from None
+        except PoolTimeout as exc:
+            raise self._dialer.refusal or exc from None
+        finally:
+            with self._lock:
+                self._asking -= 1
+
+    def give_back(self, connection: Pooled, failure: psycopg.Error | None = None) -> None:
+        """To whoever asks for one, else kept for the next call."""
+        if failure is not None and wire.spoils_connection(failure):
+            connection.close()
+        if connection.pgconn.transaction_status == TransactionStatus.IDLE:
+            with self._lock:
+                if self._kept is None and not self._asking and not self._closed and time.monotonic() < self._keep_until:
+                    self._kept = connection
+                    return
+                self._keep_until = time.monotonic() + KEEP
+        self._pool.putconn(connection)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            kept, self._kept = self._kept, None
+        if kept is not None:
+            self._pool.putconn(kept)
+        self._pool.close(timeout=0.5)
+
+
+def _configure(connection: Connection) -> None:
+    wire.set_up(connection, connection.execute(*wire.on_connect(connection, read_only=False)).fetchone())
+
+
+def _check(connection: Pooled) -> None:
+    if connection.is_stale():
+        connection.close()
+        raise psycopg.OperationalError("the server has ended this connection")

@@ -1,0 +1,146 @@
+"""Posts of one process to one channel share calls: those that come while one is under way go together in the next.
+
+A post that finds its channel free goes at once, by itself, and waits for nobody.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Protocol, TypeVar
+
+from doorbell_postgres import wire
+from doorbell_postgres.calls import Outgoing, Posted
+from doorbell_postgres.errors import BusClosed, ChannelBusy, DatabaseUnavailable, OutcomeUnknown
+
+# Who has waited for so many seconds goes by itself: something holds up the posts before it.
+PATIENCE = 1.0
+# What one call carries: so many messages, and bodies of so many characters besides that of its first.
+MOST, MOST_TEXT = 500, 4 * 1024 * 1024
+
+
+class Carried(Protocol):
+    message: Outgoing
+
+
+W = TypeVar("W", bound=Carried)
+
+
+def take(waiting: list[W]) -> list[W]:
+    """Remove from the front of the queue what the next call carries."""
+    size = count = 0
+    for each in waiting[:MOST]:
+        size += len(each.message.body)
+        if count and size > MOST_TEXT:
+            break
+        count += 1
+    taken = waiting[:count]
+    del waiting[:count]
+    return taken
+
+
+def after(failure: BaseException, message: Outgoing) -> None:
+    """What becomes of one message when the call that carried it with others has failed: returns where it may go by itself.
+
+    A refusal wrote nothing and may be another one's fault. A wait that was in vain was in vain for all of them.
+    """
+    if isinstance(failure, (ChannelBusy, DatabaseUnavailable, BusClosed)):
+        raise copy.copy(failure)
+    if message.key is None and (isinstance(failure, OutcomeUnknown) or not isinstance(failure, Exception)):
+        raise wire.interrupted() from failure
+
+
+class _Waiting:
+    """A post that found its channel in use."""
+
+    def __init__(self, message: Outgoing) -> None:
+        self.message = message
+        self.turn = threading.Lock()
+        self.turn.acquire()
+        # Before the turn comes one of these is set: what to carry, or what came of the call that carried this one.
+        self.carries: list[_Waiting] = []
+        self.posted: Posted | None = None
+        self.failure: BaseException | None = None
+
+
+class Sharing:
+    """Who is posting to which channel, and who waits for that."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._in_use: dict[str, list[_Waiting]] = {}
+
+    def post(
+        self, message: Outgoing, alone: Callable[[Outgoing], Posted], together: Callable[[list[Outgoing]], list[Posted]]
+    ) -> Posted:
+        """`alone` posts one message, `together` several of one channel in one commit. Returns when this one is posted."""
+        with self._lock:
+            waiting = self._in_use.get(message.channel)
+            if waiting is None:
+                self._in_use[message.channel] = []
+            else:
+                mine = _Waiting(message)
+                waiting.append(mine)
+        if waiting is None:
+            try:
+                return alone(message)
+            finally:
+                self._pass_on(message.channel)
+        try:
+            if not mine.turn.acquire(timeout=PATIENCE):
+                with self._lock:
+                    late = mine in waiting
+                    if late:
+                        waiting.remove(mine)
+                if late:
+                    return alone(message)
+                mine.turn.acquire()
+        except BaseException:  # Ctrl-C: nobody may be left waiting for this thread
+            with self._lock:
+                if mine in waiting:
+                    waiting.remove(mine)
+                others = mine.carries[1:]
+            if others:
+                self._lead(others)
+            elif mine.carries:
+                self._pass_on(message.channel)
+            raise
+        if mine.carries:
+            self._carry(mine.carries, together)
+        if mine.posted is None:
+            assert mine.failure is not None
+            after(mine.failure, message)
+            return alone(message)
+        return mine.posted
+
+    def _carry(self, batch: list[_Waiting], together: Callable[[list[Outgoing]], list[Posted]]) -> None:
+        try:
+            posted = together([each.message for each in batch])
+            for each, result in zip(batch, posted, strict=True):
+                each.posted = result
+        except BaseException as exc:
+            for each in batch:
+                each.failure = exc
+            if not isinstance(exc, Exception):
+                raise
+        finally:
+            self._pass_on(batch[0].message.channel)
+            for each in batch[1:]:
+                each.turn.release()
+
+    def _pass_on(self, channel: str) -> None:
+        with self._lock:
+            waiting = self._in_use[channel]
+            batch = take(waiting)
+            if batch:
+                batch[0].carries = batch
+            else:
+                del self._in_use[channel]
+        if batch:
+            batch[0].turn.release()
+
+    @staticmethod
+    def _lead(batch: list[_Waiting]) -> None:
+        batch[0].carries = batch
+        batch[0].turn.release()
