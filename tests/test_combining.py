@@ -1,0 +1,356 @@
+"""Posts that meet: across processes they share a commit (combining.sql), inside one process they share a call (sharing.py)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+
+from doorbell_postgres import ChannelBusy, DatabaseUnavailable, MessageBus, OutcomeUnknown, throwaway
+from support import Api, Processes, background, eventually, waiting_in_database, workers
+
+Sql = Callable[..., list[tuple[Any, ...]]]
+OpenBus = Callable[..., Any]
+Connect = Callable[..., "psycopg.Connection[Any]"]
+
+CALL = "call doorbell.post_combined(%s::text, %s::text, %s::text, %s::text)"
+
+
+def combined(connect: Connect, body: str, key: str | None = None) -> Any:
+    """One post in a thread, on a session of its own; its future gives (seq, posted, created_at)."""
+    connection = connect(autocommit=True)
+
+    def post() -> tuple[int, bool, float]:
+        row = connection.execute(CALL, ("events", body, "ci", key)).fetchone()
+        return row[1], row[3], row[2]
+
+    future: Any = background(post)
+    future.connection = connection
+    return future
+
+
+@pytest.fixture
+def connect(direct_dsn: str) -> Iterator[Connect]:
+    opened: list[Any] = []
+
+    def run(**parameters: Any) -> Any:
+        opened.append(psycopg.connect(direct_dsn, **parameters))
+        return opened[-1]
+
+    yield run
+    for connection in opened:
+        connection.close()
+
+
+@pytest.fixture
+def holder(connect: Connect) -> Callable[[], psycopg.Connection[Any]]:
+    """Begin a transaction that holds the row of the channel `events`, as a post in a caller's transaction does."""
+
+    def hold() -> psycopg.Connection[Any]:
+        connection = connect()
+        connection.execute("select from doorbell.channel where name = 'events' for no key update")
+        return connection
+
+    return hold
+
+
+def staged(sql: Sql, count: int) -> None:
+    """Wait until so many posts are staged and wait for the gate."""
+    eventually(lambda: sql("select count(*) from doorbell.staged where seq is null") == [(count,)], what=f"{count} staged posts")
+    waiting_in_database(sql, count)
+
+
+def log(sql: Sql) -> list[tuple[int, str]]:
+    return sql("select seq, body from doorbell.message order by seq")
+
+
+# -- across processes -------------------------------------------------------------------------------------------------
+
+
+def test_posts_that_meet_are_numbered_in_one_commit(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+    bus.post("events", "zero", sender="ci")
+    holding = holder()
+    first = combined(connect, "first")
+    waiting_in_database(sql)
+    others = []
+    for n in range(4):
+        others.append(combined(connect, f"other {n}"))
+        staged(sql, n + 1)
+    holding.rollback()
+    assert first.result(10)[:2] == (2, True)
+    results = [other.result(10) for other in others]
+    assert [seq for seq, *_ in results] == [3, 4, 5, 6]  # in the order of their arrival
+    assert len({at for _, _, at in results}) == 1
+    assert log(sql) == [(1, "zero"), (2, "first"), (3, "other 0"), (4, "other 1"), (5, "other 2"), (6, "other 3")]
+    assert sql("select count(*) from doorbell.staged") == [(0,)]
+
+
+def test_keys_in_one_commit(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+    """A key that the log knows, one that two of them share, and one that nobody has."""
+    bus.post("events", "zero", sender="ci", idempotency_key="known")
+    holding = holder()
+    first = combined(connect, "first")
+    waiting_in_database(sql)
+    others = []
+    for n, key in enumerate(["shared", "known too", "shared", "own", None]):
+        others.append(combined(connect, f"other {n}", key))
+        staged(sql, n + 1)
+    holding.execute("select doorbell.post('events', 'meanwhile', 'ci', 'known too')")
+    holding.commit()
+    assert first.result(10)[:2] == (3, True)
+    assert [other.result(10)[:2] for other in others] == [(4, True), (2, False), (4, False), (5, True), (6, True)]
+    assert log(sql) == [(1, "zero"), (2, "meanwhile"), (3, "first"), (4, "other 0"), (5, "other 3"), (6, "other 4")]
+
+
+def test_a_staged_retry_returns_the_original(
+    api: Api, dsn: str, bus: Any, sql: Sql, holder: Any, connect: Connect, processes: Processes
+) -> None:
+    bus.post("events", "zero", sender="ci")
+    holding = holder()
+    combined(connect, "first")
+    waiting_in_database(sql)
+    retry = processes.start(workers.post_once, api.name, dsn, "events", "retry", "ci", "key")
+    staged(sql, 1)
+    holding.execute("select doorbell.post('events', 'original', 'other', 'key', '{\"a\": \"b\"}')")
+    holding.commit()
+    assert retry.result() == (2, "original")
+
+
+def test_posts_that_wait_too_long_are_not_posted(api: Api, bus: Any, open_bus: OpenBus, sql: Sql, holder: Any) -> None:
+    """ChannelBusy says that nothing was posted: it stays true when the channel is free again, and others post."""
+    bus.post("events", "zero", sender="ci")
+    holding = holder()
+    waiting = [background(open_bus(lock_timeout=1).post, "events", f"late {n}", sender="ci") for n in range(4)]
+    for future in waiting:
+        with pytest.raises(ChannelBusy, match="Nothing was written"):
+            future.result(20)
+    assert sql("select count(*) from doorbell.staged") == [(0,)]
+    holding.rollback()
+    assert bus.post("events", "one", sender="ci").seq == 2
+    assert log(sql) == [(1, "zero"), (2, "one")]
+
+
+def test_what_a_dead_session_has_staged(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+    """It expires with its time limit, blocks nobody, and prune removes it."""
+    bus.post("events", "zero", sender="ci")
+    holding = holder()
+    first = combined(connect, "first")
+    waiting_in_database(sql)
+    dies = combined(connect, "dies", "key")
+    staged(sql, 1)
+    lives = combined(connect, "lives")
+    staged(sql, 2)
+    sql("update doorbell.staged set expires_at = clock_timestamp() - interval '1 s' where body = 'dies'")
+    sql("select pg_terminate_backend(%s)", dies.connection.info.backend_pid)
+    with pytest.raises(psycopg.OperationalError):
+        dies.result(10)
+    holding.rollback()
+    assert first.result(10)[0] == 2
+    assert lives.result(10)[0] == 3
+    assert sql("select body, seq from doorbell.staged") == [("dies", None)]
+    again = bus.post("events", "dies", sender="ci", idempotency_key="key")
+    assert again.seq == 4
+    sql("update doorbell.staged set expires_at = clock_timestamp() - interval '2 minutes'")
+    sql("select doorbell.prune('1 hour')")
+    assert sql("select count(*) from doorbell.staged") == [(0,)]
+    assert log(sql) == [(1, "zero"), (2, "first"), (3, "lives"), (4, "dies")]
+
+
+def test_a_staged_post_that_is_cancelled(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+    """It takes its row back before it says so."""
+    bus.post("events", "zero", sender="ci")
+    holding = holder()
+    first = combined(connect, "first")
+    waiting_in_database(sql)
+    cancelled = combined(connect, "cancelled")
+    staged(sql, 1)
+    sql("select pg_cancel_backend(%s)", cancelled.connection.info.backend_pid)
+    with pytest.raises(psycopg.errors.QueryCanceled):
+        cancelled.result(10)
+    assert sql("select count(*) from doorbell.staged") == [(0,)]
+    holding.rollback()
+    first.result(10)
+    assert log(sql) == [(1, "zero"), (2, "first")]
+
+
+def test_a_bus_says_of_a_cancelled_post_what_it_knows(api: Api, bus: Any, open_bus: OpenBus, sql: Sql, holder: Any) -> None:
+    bus.post("events", "zero", sender="ci")
+    holding = holder()
+    for key, error in ((None, OutcomeUnknown), ("key", psycopg.errors.QueryCanceled)):
+        cancelled = background(open_bus().post, "events", "cancelled", sender="ci", idempotency_key=key)
+        (pid,) = waiting_in_database(sql)
+        sql("select pg_cancel_backend(%s)", pid)
+        with pytest.raises(error):
+            cancelled.result(10)
+    holding.rollback()
+
+
+def test_a_row_that_cannot_be_written_fails_alone(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+    bus.post("events", "zero", sender="ci")
+    sql("alter table doorbell.message add constraint test check (body <> 'bad')")
+    holding = holder()
+    first = combined(connect, "first")
+    waiting_in_database(sql)
+    posts = {}
+    for n, body in enumerate(["good", "bad", "better"]):
+        posts[body] = combined(connect, body)
+        staged(sql, n + 1)
+    holding.rollback()
+    first.result(10)
+    assert [posts[body].result(10)[0] for body in ("good", "better")] == [3, 4]
+    with pytest.raises(psycopg.errors.CheckViolation):
+        posts["bad"].result(10)
+    assert log(sql) == [(1, "zero"), (2, "first"), (3, "good"), (4, "better")]
+    assert sql("select count(*) from doorbell.staged") == [(0,)]
+
+
+def test_who_numbers_for_others_flushes(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+    """Also where its own session has asked for synchronous_commit = off: theirs hang on its commit."""
+    bus.post("events", "zero", sender="ci")
+    for _ in range(5):
+        holding = holder()
+        combined(connect, "first")
+        waiting_in_database(sql)
+        careless = combined(lambda **_: connect(autocommit=True, options="-c synchronous_commit=off"), "careless")
+        staged(sql, 1)
+        careful = combined(connect, "careful")
+        staged(sql, 2)
+        written = sql("select pg_current_wal_insert_lsn()")[0][0]
+        holding.rollback()
+        assert careful.result(10)[2] == careless.result(10)[2], "one commit"
+        assert sql("select pg_current_wal_flush_lsn() > %s::pg_lsn", written) == [(True,)]
+
+
+def test_a_crash_of_the_server_posts_nothing_that_was_staged() -> None:
+    """SIGKILL of one backend: Postgres restarts itself, and what was staged is gone, as its clients must assume."""
+    with throwaway.Server.start(settings={"restart_after_crash": "on"}) as server:
+        dsn = server.create_database()
+        with MessageBus(dsn, migrate=True) as bus:
+            bus.post("events", "zero", sender="ci")
+        sessions = [psycopg.connect(dsn, autocommit=True) for _ in range(4)]
+        watching, holding, first, other = sessions
+
+        def sql(query: str, *params: Any) -> list[tuple[Any, ...]]:
+            return watching.execute(query, params or None).fetchall()
+
+        with holding.transaction(force_rollback=True):
+            holding.execute("select from doorbell.channel where name = 'events' for no key update")
+            posts = [background(first.execute, CALL, ("events", "first", "ci", None))]
+            waiting_in_database(sql)
+            posts.append(background(other.execute, CALL, ("events", "other", "ci", None)))
+            staged(sql, 1)
+            os.kill(first.info.backend_pid, signal.SIGKILL)
+            for post in posts:
+                with pytest.raises(psycopg.OperationalError):
+                    post.result(20)
+            holding.close()
+        for session in sessions:
+            session.close()
+
+        def reopened() -> MessageBus | None:
+            try:
+                return MessageBus(dsn)
+            except DatabaseUnavailable:  # it recovers
+                return None
+
+        with eventually(reopened) as bus:
+            assert bus.post("events", "one", sender="ci").seq == 2
+        with psycopg.connect(dsn) as connection:
+            assert connection.execute("select body from doorbell.message order by seq").fetchall() == [("zero",), ("one",)]
+            assert connection.execute("select count(*) from doorbell.staged").fetchone() == (0,)
+
+
+def test_many_processes_on_one_channel(api: Api, dsn: str, bus: Any, sql: Sql, processes: Processes) -> None:
+    """Each gets the number under which its message is in the log, keys are posted once, and no number is missing."""
+    posters = [
+        processes.start(workers.post_many_one_by_one, api.name, dsn, "events", f"sender {n}", 60, "shared" if n % 2 else None)
+        for n in range(6)
+    ]
+    for poster in posters:
+        poster.hear()
+    for poster in posters:
+        poster.tell("go")
+    answers = [answer for poster in posters for answer in poster.result()]
+    rows = sql("select seq, sender, body from doorbell.message order by seq")
+    assert [seq for seq, *_ in rows] == list(range(1, 3 * 60 + 60 + 1))
+    assert set(answers) == set(rows)
+    assert sql("select count(*) from doorbell.staged") == [(0,)]
+
+
+# -- inside one process -----------------------------------------------------------------------------------------------
+
+
+def in_use(bus: Any, sql: Sql, holder: Any, posts: list[dict[str, Any]]) -> tuple[Any, Any, list[Any]]:
+    """A post that holds up the channel's others in this bus, and those; the transaction that holds up the first."""
+    holding = holder()
+    first = background(bus.post, "events", "first", sender="ci")
+    waiting_in_database(sql)
+    queue = getattr(bus.store, "_real", bus.store)._sharing._in_use["events"]
+    waiting = getattr(queue, "waiting", queue)
+    others = []
+    for n, post in enumerate(posts):
+        others.append(background(bus.post, "events", sender="ci", **post))
+        eventually(lambda n=n: len(getattr(queue, "waiting", waiting)) == n + 1)
+    return holding, first, others
+
+
+def test_posts_of_one_process_share_a_call(api: Api, bus: Any, sql: Sql, holder: Any) -> None:
+    bus.post("events", "zero", sender="ci", idempotency_key="known")
+    posts = [{"body": str(n), "headers": {"n": str(n)} if n % 2 else None} for n in range(5)]
+    posts += [
+        {"body": "again", "idempotency_key": "known"},
+        {"body": "a", "idempotency_key": "k"},
+        {"body": "b", "idempotency_key": "k"},
+    ]
+    holding, first, others = in_use(bus, sql, holder, posts)
+    holding.rollback()
+    assert first.result(10).seq == 2
+    messages = [other.result(10) for other in others]
+    assert [(m.seq, m.body) for m in messages] == [(n + 3, str(n)) for n in range(5)] + [(1, "zero"), (8, "a"), (8, "a")]
+    assert [m.headers for m in messages[:2]] == [{}, {"n": "1"}]
+    assert len(sql("select distinct created_at from doorbell.message where seq > 2")) == 1
+    assert len(sql("select distinct xmin::text from doorbell.message where seq > 2")) == 1
+
+
+def test_a_post_that_is_refused_fails_alone(api: Api, bus: Any, sql: Sql, holder: Any) -> None:
+    bus.post("events", "zero", sender="ci")
+    sql("alter table doorbell.message add constraint test check (body <> 'bad')")
+    holding, first, others = in_use(bus, sql, holder, [{"body": body} for body in ("good", "bad", "better")])
+    holding.rollback()
+    first.result(10)
+    with pytest.raises(psycopg.errors.CheckViolation):
+        others[1].result(10)
+    assert {others[n].result(10).body for n in (0, 2)} == {"good", "better"}
+    assert [seq for seq, _ in log(sql)] == [1, 2, 3, 4]
+
+
+def test_the_call_that_carried_them_is_lost(api: Api, bus: Any, sql: Sql, holder: Any, connect: Connect) -> None:
+    """Who has a key is posted once all the same; who has none is told that nobody knows."""
+    bus.post("events", "zero", sender="ci")
+    holding, first, others = in_use(bus, sql, holder, [{"body": "keyed", "idempotency_key": "k"}, {"body": "plain"}])
+    again = connect()
+    locking = background(again.execute, "select from doorbell.channel where name = 'events' for no key update")
+    waiting_in_database(sql, 2)  # next in the row's queue, before the call that will carry the others
+    holding.rollback()
+    first.result(10)
+    locking.result(10)
+    (pid,) = waiting_in_database(sql)
+    sql("select pg_terminate_backend(%s)", pid)
+    with pytest.raises(OutcomeUnknown):
+        others[1].result(10)
+    again.rollback()
+    assert others[0].result(10).body == "keyed"
+    assert [body for _, body in log(sql)] == ["zero", "first", "keyed"]
+
+
+def test_who_waits_for_long_goes_alone(api: Api, bus: Any, sql: Sql, holder: Any) -> None:
+    """A post that is held up holds up the others of its process for a second, no more."""
+    bus.post("events", "zero", sender="ci")
+    holding, first, others = in_use(bus, sql, holder, [{"body": "one"}, {"body": "two"}])
+    waiting_in_database(sql, 3)
+    holding.rollback()
+    assert sorted(post.result(10).seq for post in (first, *others)) == [2, 3, 4]
