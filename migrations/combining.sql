@@ -1,10 +1,10 @@
 -- Combining: posts that meet on one channel share a flush.
 --
--- Flow.     Who finds the channel's gate free posts as ever (doorbell.post). Who does not leaves the message in doorbell.staged,
---           commits (nothing is flushed: that table is unlogged) and waits for the gate. Who gets it and has no number yet
+-- Flow.     Who finds the channel's queue lock free posts as ever (doorbell.post). Who does not leaves the message in doorbell.staged,
+--           commits (nothing is flushed: that table is unlogged) and waits for the lock. Who gets it and has no number yet
 --           numbers everything that is staged there, in one commit, and writes the answers back; the others find theirs.
--- Gate.     A transaction's advisory lock for each channel (class 0x55). It orders those who combine; the channel row's lock,
---           taken behind it, orders them with everybody else.
+-- Lock.     The queue lock is an advisory one of a transaction, for each channel (class 0x55). It orders those who combine; the
+--           channel row's lock, taken behind it, orders them with everybody else.
 -- Truth.    A post is in the log when the commit that numbered it is flushed; that one is flushed whatever synchronous_commit
 --           its session has asked for. A staged row without an answer is in no log: who gives up removes it first, so that
 --           "not posted" is true. A crash of the server empties the table; nobody was told that one of those was posted.
@@ -12,7 +12,7 @@
 --           prune removes it. Its client was told nothing, and with a key may post again.
 
 
--- Leaves a message for whoever holds the gate; the ticket is its place in the order of arrival.
+-- Leaves a message for whoever holds the queue lock; the ticket is its place in the order of arrival.
 create function doorbell._stage(
   channel_id bigint, body text, sender text, idempotency_key text, headers jsonb, lock_timeout_ms integer, out ticket bigint
 )
@@ -26,7 +26,7 @@ begin
 end
 $$;
 
--- Numbers what is staged on the channel, in order of arrival, and writes the answers back. The gate is held by the caller.
+-- Numbers what is staged on the channel, in order of arrival, and writes the answers back. The queue lock is held by the caller.
 --
 -- It looks at most reach tickets away from its own, so that it never walks over the rows of a long past that an old snapshot
 -- keeps from being removed; what lies further off is numbered by its own session. A row that is being given up is passed over.
@@ -85,8 +85,8 @@ $$;
 -- The number of a post that this session has staged, in a transaction of its own after the one that staged it.
 --
 -- Promise: as doorbell.post. Where failure is not null, the post is not in the log and never will be, except for RB008: then
---   that is not known. With the gate and without an answer, this session numbers everybody's.
--- Locks: the gate, for at most lock_timeout_ms; then as _number_staged.
+--   that is not known. With the lock and without an answer, this session numbers everybody's.
+-- Locks: the queue lock, for at most lock_timeout_ms; then as _number_staged.
 create function doorbell.collect(
   channel_id bigint,
   ticket bigint,

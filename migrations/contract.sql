@@ -133,7 +133,7 @@ $$;
 
 -- Advisory keys are single bigints with our class in the top byte, since ids outgrow the two-integer form:
 -- 0x51 the migration guard, 0x52 a channel that is waited on, 0x53 the wildcard for all channels, 0x54 a session's token,
--- 0x55 the gate of a channel (combining.sql).
+-- 0x55 a channel's queue lock (combining.sql).
 create function doorbell._key(class integer, id bigint) returns bigint
 language sql immutable set search_path = pg_catalog, pg_temp
 as $$
@@ -239,7 +239,7 @@ begin
 
   -- A body that is large is worth a flush of its own.
   if may_stage and octet_length(body) <= 65536 then
-    -- The row is locked where the gate is free. A gate that is refused looks like a channel that is not there.
+    -- The row is locked where the queue lock is free. If that is refused, it looks as if the channel were not there.
     select c.id into channel_id
       from doorbell.channel as c
       where c.name = channel and pg_try_advisory_xact_lock(85::bigint << 56 | c.id)

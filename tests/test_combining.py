@@ -59,7 +59,7 @@ def holder(connect: Connect) -> Callable[[], psycopg.Connection[Any]]:
 
 
 def staged(sql: Sql, count: int) -> None:
-    """Wait until so many posts are staged and wait for the gate."""
+    """Wait until so many posts are staged and wait for their number."""
     eventually(lambda: sql("select count(*) from doorbell.staged where seq is null") == [(count,)], what=f"{count} staged posts")
     waiting_in_database(sql, count)
 
