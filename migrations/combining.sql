@@ -16,7 +16,7 @@
 create function doorbell._stage(
   channel_id bigint, body text, sender text, idempotency_key text, headers jsonb, lock_timeout_ms integer, out ticket bigint
 )
-language plpgsql volatile
+language plpgsql volatile set search_path = pg_catalog, pg_temp
 as $$
 begin
   insert into doorbell.staged as s (channel_id, expires_at, sender, body, headers, idempotency_key)
@@ -32,7 +32,7 @@ $$;
 -- keeps from being removed; what lies further off is numbered by its own session. A row that is being given up is passed over.
 -- Locks: the channel row, until the row of this ticket expires; the staged rows.
 create function doorbell._number_staged(channel_id bigint, ticket bigint, reach integer) returns void
-language plpgsql volatile set enable_seqscan = off
+language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = off
 as $$
 declare
   v_first constant bigint := ticket - reach;
@@ -62,7 +62,12 @@ begin
     select w.ticket, o.seq as old_seq, o.created_at as old_time,
            case when w.idempotency_key is null then w.ticket else min(w.ticket) over (partition by w.idempotency_key) end as first
     from waiting as w
-    left join doorbell.message as o on o.channel_id = _number_staged.channel_id and o.idempotency_key = w.idempotency_key
+    left join lateral (
+      select m.seq, m.created_at
+      from doorbell.message as m
+      where m.channel_id = _number_staged.channel_id and m.idempotency_key = w.idempotency_key
+      limit 1 -- one probe for each, however small the log was when this was planned
+    ) as o on w.idempotency_key is not null
   ), numbered as (
     select p.ticket, v_head + row_number() over (order by p.ticket) as seq
     from placed as p

@@ -225,6 +225,40 @@ def test_who_numbers_for_others_flushes(bus: MessageBus, sql: Sql, connect: Conn
         assert sql("select pg_current_wal_flush_lsn() > %s::pg_lsn", written) == [(True,)]
 
 
+def test_numbering_probes_the_log(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+    """Also in a session that has planned it while the log was empty: it reads as many rows as it numbers, not the log."""
+    bus.post("events", "zero", sender="ci")
+    posters = [connect(autocommit=True) for _ in range(3)]
+
+    def meet(series: str) -> None:
+        holding = holder()
+        posts = []
+        for n, poster in enumerate(posters):
+            posts.append(background(poster.execute, CALL, ("events", series, "ci", f"{series}-{n}")))
+            waiting_in_database(sql, n + 1)
+        holding.rollback()
+        for post in posts:
+            post.result(10)
+
+    def read() -> int:
+        for poster in posters:
+            poster.execute("select pg_stat_force_next_flush()")
+        sql("select pg_stat_clear_snapshot()")
+        indexes = "select sum(idx_tup_read)::bigint from pg_stat_user_indexes where relid = 'doorbell.message'::regclass"
+        scans = "select seq_tup_read from pg_stat_user_tables where relid = 'doorbell.message'::regclass"
+        return int(sql(indexes)[0][0]) + int(sql(scans)[0][0])
+
+    for n in range(8):  # plpgsql settles on a generic plan after five
+        meet(f"early {n}")
+    sql(
+        "select count(*) from doorbell.post_many('events', 'ci', array_fill('body'::text, array[20000]),"
+        " (select array_agg('key-' || n) from generate_series(1, 20000) as n))"
+    )
+    before = read()
+    meet("late")
+    assert read() - before < 100
+
+
 def test_a_crash_of_the_server_posts_nothing_that_was_staged() -> None:
     """SIGKILL of one backend: Postgres restarts itself, and what was staged is gone, as its clients must assume."""
     with throwaway.Server.start(settings={"restart_after_crash": "on"}) as server:
