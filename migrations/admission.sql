@@ -126,62 +126,56 @@ begin
 end
 $$;
 
--- Locks the handle's cursors on these channels until the transaction ends, in the order of the channel ids.
-create function doorbell._lock_cursors(handle text, channel_ids bigint[]) returns void
+-- Locks the cursors of the turn's handle on the channels where the turn was delivered until the transaction ends, in the order
+-- of the channel ids, and returns those ids. A delivery that comes later is settled when it is delivered again, as a duplicate.
+create function doorbell._lock_cursors(turn_channel_id bigint, turn_id bigint) returns bigint[]
 language plpgsql volatile set search_path = pg_catalog, pg_temp
 as $$
 begin
-  perform
+  return array(
+    select cu.channel_id
     from doorbell.cursor as cu
-    where cu.channel_id = any (channel_ids) and cu.handle = _lock_cursors.handle
+    where cu.channel_id = any (array(
+        select d.channel_id
+        from doorbell.delivery as d
+        where d.turn_channel_id = _lock_cursors.turn_channel_id and d.turn_id = _lock_cursors.turn_id))
+      and cu.handle = (
+        select t.handle from doorbell.turn as t where t.channel_id = turn_channel_id and t.id = _lock_cursors.turn_id)
     order by cu.channel_id
-    for no key update;
+    for no key update);
 end
 $$;
 
--- The channels on which the turn was delivered. Read before the cursors there are locked: one that comes later is settled
--- when it is delivered again, as a duplicate.
-create function doorbell._delivered_on(turn_channel_id bigint, turn_id bigint) returns bigint[]
-language sql stable set search_path = pg_catalog, pg_temp
-as $$
-  select coalesce(array_agg(distinct d.channel_id), '{}')
-  from doorbell.delivery as d
-  where d.turn_channel_id = _delivered_on.turn_channel_id and d.turn_id = _delivered_on.turn_id
-$$;
-
 -- Moves the handle's cursor on the channel over the longest unbroken run of settled messages from where it stands, and
--- removes their deliveries. A message that the handle posted counts as settled, unless it was admitted and is not.
+-- removes their deliveries. A message that the handle posted counts as settled, unless it was admitted and is not; those
+-- of the ended turn that is passed count as settled.
 --
--- The caller holds the cursor's lock and has marked deliveries in statements before this one: so of two who finish at once
--- the second sees what the first has settled. A range that retention has removed is never passed.
-create function doorbell._advance(handle text, channel_id bigint) returns void
+-- The caller took the cursor's lock in a statement before this one: so of two who finish at once the second sees what the
+-- first has settled. A range that retention has removed is never passed.
+create function doorbell._advance(handle text, channel_id bigint, turn_channel_id bigint, turn_id bigint) returns void
 language plpgsql volatile set search_path = pg_catalog, pg_temp
 as $$
 declare
   v_acked bigint;
   v_to bigint;
 begin
-  select cu.acked_seq into v_acked
-    from doorbell.cursor as cu
-    where cu.channel_id = _advance.channel_id and cu.handle = _advance.handle;
-  if not found then
-    return;  -- not subscribed
-  end if;
   -- One statement, one snapshot: a message that is posted meanwhile is neither the first unsettled one nor the head.
-  select coalesce(
+  select cu.acked_seq, coalesce(
       (select m.seq - 1
        from doorbell.message as m
-       where m.channel_id = _advance.channel_id and m.seq > v_acked
+       where m.channel_id = _advance.channel_id and m.seq > cu.acked_seq
          and not coalesce(
-           (select bool_and(d.settled)
+           (select bool_and(d.settled or (d.turn_channel_id = _advance.turn_channel_id and d.turn_id = _advance.turn_id) is true)
             from doorbell.delivery as d
             where d.channel_id = m.channel_id and d.handle = _advance.handle and d.seq = m.seq),
            m.sender = _advance.handle)
        order by m.seq
        limit 1),
       (select m.seq from doorbell.message as m where m.channel_id = _advance.channel_id order by m.seq desc limit 1))
-    into v_to
-    where exists (select from doorbell.message as m where m.channel_id = _advance.channel_id and m.seq = v_acked + 1);
+    into v_acked, v_to
+    from doorbell.cursor as cu
+    where cu.channel_id = _advance.channel_id and cu.handle = _advance.handle
+      and exists (select from doorbell.message as m where m.channel_id = _advance.channel_id and m.seq = cu.acked_seq + 1);
   if v_to > v_acked then
     update doorbell.cursor as cu
       set acked_seq = v_to, acked_at = clock_timestamp()
@@ -192,25 +186,29 @@ begin
 end
 $$;
 
--- Settles the turn's deliveries on these channels, whose cursors the caller has locked, and moves those cursors.
--- What lies behind a cursor is removed: the event, not the delivery, is what a replay is recognised by.
+-- Settles the deliveries of a turn that has ended, and moves the handle's cursors on these channels, which the caller has
+-- locked. What lies behind a cursor is removed: the event, not the delivery, is what a replay is recognised by.
 create function doorbell._settle(turn_channel_id bigint, turn_id bigint, handle text, channel_ids bigint[]) returns void
 language plpgsql volatile set search_path = pg_catalog, pg_temp
 as $$
 declare
   v_channel bigint;
 begin
-  update doorbell.delivery as d
-    set settled = true
-    where d.turn_channel_id = _settle.turn_channel_id and d.turn_id = _settle.turn_id
-      and d.channel_id = any (channel_ids) and not d.settled;
   foreach v_channel in array channel_ids loop
-    perform doorbell._advance(handle, v_channel);
+    perform doorbell._advance(handle, v_channel, turn_channel_id, turn_id);
   end loop;
-  delete from doorbell.delivery as d
-    where d.turn_channel_id = _settle.turn_channel_id and d.turn_id = _settle.turn_id and d.settled
-      and exists (select from doorbell.cursor as cu
-                  where cu.channel_id = d.channel_id and cu.handle = d.handle and cu.acked_seq >= d.seq);
+  -- What the cursors have not passed just now.
+  if exists (select from doorbell.delivery as d
+             where d.turn_channel_id = _settle.turn_channel_id and d.turn_id = _settle.turn_id)
+  then
+    delete from doorbell.delivery as d
+      where d.turn_channel_id = _settle.turn_channel_id and d.turn_id = _settle.turn_id
+        and exists (select from doorbell.cursor as cu
+                    where cu.channel_id = d.channel_id and cu.handle = d.handle and cu.acked_seq >= d.seq);
+    update doorbell.delivery as d
+      set settled = true
+      where d.turn_channel_id = _settle.turn_channel_id and d.turn_id = _settle.turn_id and not d.settled;
+  end if;
 end
 $$;
 
@@ -273,33 +271,44 @@ language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 as $$
 declare
   v_channel bigint;
-  v_found boolean;
   v_head bigint;
-  v_message record;
+  v_read bigint;
   v_header text;
   v_key text;
+  v_posted_at timestamptz;
   v_seq bigint;
   v_turn record;
 begin
-  perform doorbell._refuse_snapshot();
-  perform doorbell._refuse(
-    doorbell._name_fault('handle', handle),
-    doorbell._name_fault('channel', channel),
-    case when seq is null then 'seq is null' when seq < 1 then format('seq is %s; it is 1 or more', seq) end,
-    case when event_id is not null then doorbell._name_fault('event_id', event_id, 1024) end,
-    case when on_duplicate is null or on_duplicate not in ('skip', 'run')
-      then format('on_duplicate is %s; it is ''skip'' or ''run''', coalesce(quote_literal(on_duplicate), 'null')) end,
-    case when holder is null or holder < 0 or holder > 72057594037927935
-      then format('holder is %s; it is a token of at most 56 bits, or 0', coalesce(holder::text, 'null')) end);
+  if current_setting('transaction_isolation') <> 'read committed' then
+    perform doorbell._refuse_snapshot();
+  end if;
+  if (octet_length(handle) between 1 and 255
+      and octet_length(channel) between 1 and 255
+      and seq >= 1
+      and (event_id is null or octet_length(event_id) between 1 and 1024)
+      and on_duplicate in ('skip', 'run')
+      and holder between 0 and 72057594037927935) is not true
+  then
+    perform doorbell._refuse(
+      doorbell._name_fault('handle', handle),
+      doorbell._name_fault('channel', channel),
+      case when seq is null then 'seq is null' when seq < 1 then format('seq is %s; it is 1 or more', seq) end,
+      case when event_id is not null then doorbell._name_fault('event_id', event_id, 1024) end,
+      case when on_duplicate is null or on_duplicate not in ('skip', 'run')
+        then format('on_duplicate is %s; it is ''skip'' or ''run''', coalesce(quote_literal(on_duplicate), 'null')) end,
+      case when holder is null or holder < 0 or holder > 72057594037927935
+        then format('holder is %s; it is a token of at most 56 bits, or 0', coalesce(holder::text, 'null')) end);
+  end if;
 
-  select c.id into v_channel from doorbell.channel as c where c.name = admit.channel;
+  select c.id, m.seq, m.headers ->> 'event-id', m.idempotency_key, m.created_at
+    into v_channel, v_read, v_header, v_key, v_posted_at
+    from doorbell.channel as c
+    left join doorbell.message as m on m.channel_id = c.id and m.seq = admit.seq
+    where c.name = admit.channel;
   if not found then
     perform doorbell._refuse_channel(channel);
   end if;
-  select m.headers ->> 'event-id' as event_id, m.idempotency_key, m.created_at into v_message
-    from doorbell.message as m
-    where m.channel_id = v_channel and m.seq = admit.seq;
-  if not found then
+  if v_read is null then
     v_head := doorbell._head(v_channel);
     raise exception using
       errcode = 'RB001',
@@ -309,7 +318,7 @@ begin
         else 'Retention has removed it.' end,
       hint = 'Catch up, and admit a message that comes from there.';
   end if;
-  if v_message.created_at <> admit.created_at then
+  if v_posted_at <> admit.created_at then
     raise exception using
       errcode = 'RB005',
       message = format('message %s of %s is not the one that was read: the log has rewound.', seq, quote_literal(channel)),
@@ -318,18 +327,18 @@ begin
   end if;
 
   -- A poster may write any header. One that fits no index is known by its hash, an empty one is none.
-  v_header := nullif(v_message.event_id, '');
+  v_header := nullif(v_header, '');
   if octet_length(v_header) > 1024 then
     v_header := 'sha256:' || encode(sha256(convert_to(v_header, 'UTF8')), 'hex');
   end if;
   event_id := coalesce(event_id, v_header);
-  if event_id is null then
-    v_key := v_message.idempotency_key;
+  if event_id is not null then
+    turn_channel_id := 0;
+    v_key := null;
+  else
+    turn_channel_id := v_channel;
+    v_seq := case when v_key is null then seq end;
   end if;
-  if event_id is null and v_key is null then
-    v_seq := seq;
-  end if;
-  turn_channel_id := case when event_id is null then v_channel else 0 end;
   posts := 0;
   failed := false;
 
@@ -341,8 +350,11 @@ begin
       returning t.id into turn_id;
     if found then
       state := 'new';
+      should_run := true;
       attempt := 1;
-      exit;
+      insert into doorbell.delivery (channel_id, handle, seq, turn_channel_id, turn_id)
+        values (v_channel, admit.handle, admit.seq, admit.turn_channel_id, admit.turn_id);
+      return;
     end if;
 
     turn_id := doorbell._turn_of(turn_channel_id, handle, event_id, v_key, v_seq);
@@ -383,7 +395,7 @@ begin
   end loop;
 
   should_run := state in ('new', 'resumed') or (state = 'duplicate' and on_duplicate = 'run');
-  posts := case state when 'new' then 0 else doorbell._posts(turn_channel_id, turn_id) end;
+  posts := doorbell._posts(turn_channel_id, turn_id);
   -- Behind the cursor only an owner records one: nobody else would come back to settle it.
   insert into doorbell.delivery (channel_id, handle, seq, turn_channel_id, turn_id)
     select v_channel, admit.handle, admit.seq, admit.turn_channel_id, admit.turn_id
@@ -607,23 +619,21 @@ as $$
 declare
   v_channels bigint[];
   v_handle text;
-  v_state text;
 begin
-  perform doorbell._refuse_snapshot();
-  v_channels := doorbell._delivered_on(turn_channel_id, turn_id);
-  perform doorbell._lock_cursors((select t.handle from doorbell.turn as t where t.channel_id = turn_channel_id and t.id = turn_id), v_channels);
-  select l.handle, l.state into v_handle, v_state
-    from doorbell._lock_turn(turn_channel_id, turn_id, attempt, holder, true) as l;
-  if v_state = 'unfinished' or exists (
-    select from doorbell.turn as t where t.channel_id = turn_channel_id and t.id = finish_turn.turn_id and t.holder is not null)
-  then
-    v_state := 'finished';
-    update doorbell.turn as t
-      set state = v_state, holder = null, ended_at = clock_timestamp()
-      where t.channel_id = turn_channel_id and t.id = finish_turn.turn_id;
-    perform doorbell._settle(turn_channel_id, turn_id, v_handle, v_channels);
+  if current_setting('transaction_isolation') <> 'read committed' then
+    perform doorbell._refuse_snapshot();
   end if;
-  return v_state;
+  v_channels := doorbell._lock_cursors(turn_channel_id, turn_id);
+  update doorbell.turn as t
+    set state = 'finished', holder = null, ended_at = clock_timestamp()
+    where t.channel_id = turn_channel_id and t.id = finish_turn.turn_id
+      and t.attempt = finish_turn.attempt and t.holder = finish_turn.holder
+    returning t.handle into v_handle;
+  if not found then
+    return (select l.state from doorbell._lock_turn(turn_channel_id, turn_id, attempt, holder, true) as l);  -- or says why not
+  end if;
+  perform doorbell._settle(turn_channel_id, turn_id, v_handle, v_channels);
+  return 'finished';
 end
 $$;
 
@@ -671,8 +681,7 @@ begin
   if notice_to is not null then
     perform doorbell._lock_channel(notice_to);
   end if;
-  v_channels := doorbell._delivered_on(turn_channel_id, turn_id);
-  perform doorbell._lock_cursors((select t.handle from doorbell.turn as t where t.channel_id = turn_channel_id and t.id = turn_id), v_channels);
+  v_channels := doorbell._lock_cursors(turn_channel_id, turn_id);
   select l.handle, l.state into v_handle, v_state
     from doorbell._lock_turn(turn_channel_id, turn_id, attempt, holder, true) as l;
 
@@ -736,13 +745,16 @@ begin
   if not found then
     perform doorbell._refuse_channel(channel);
   end if;
-  perform doorbell._lock_cursors(handle, array[v_channel]);
+  perform
+    from doorbell.cursor as cu
+    where cu.channel_id = v_channel and cu.handle = settle_delivery.handle
+    for no key update;
   update doorbell.delivery as d
     set settled = true
     from doorbell.turn as t
     where d.channel_id = v_channel and d.handle = settle_delivery.handle and d.seq = settle_delivery.seq and not d.settled
       and t.channel_id = d.turn_channel_id and t.id = d.turn_id and t.state <> 'unfinished';
-  perform doorbell._advance(handle, v_channel);
+  perform doorbell._advance(handle, v_channel, null, null);
   delete from doorbell.delivery as d
     where d.channel_id = v_channel and d.handle = settle_delivery.handle and d.seq = settle_delivery.seq and d.settled
       and exists (select from doorbell.cursor as cu

@@ -483,6 +483,20 @@ begin
       doorbell._name_fault('channel', channel),
       case when up_to is null then 'up_to is null' when up_to < 0 then format('up_to is %s; it is 0 or more', up_to) end);
   end if;
+  -- The usual case in one statement: the cursor moves forward to a message that is there, is the one that was handled, and
+  -- has no gap before it. Everything else is told apart below. Scalar subqueries, so that no plan can join instead.
+  update doorbell.cursor as cu
+    set acked_seq = up_to, acked_at = clock_timestamp()
+    where cu.channel_id = (select c.id from doorbell.channel as c where c.name = ack.channel) and cu.handle = ack.handle
+      and cu.acked_seq < up_to
+      and (select ack.created_at is null or m.created_at = ack.created_at
+           from doorbell.message as m
+           where m.channel_id = cu.channel_id and m.seq = up_to)
+      and (select p.up_to from doorbell.pruned as p where p.channel_id = cu.channel_id) > cu.acked_seq is not true;
+  if found then
+    return up_to;
+  end if;
+
   -- Before the cursor: prune passes no cursor unforced, so what it had removed by now is behind a cursor that is read later.
   select c.id, p.up_to into v_id, v_gone
     from doorbell.channel as c

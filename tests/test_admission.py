@@ -56,6 +56,20 @@ def test_a_first_admission_is_new_and_moves_nothing(bus: Any, message: Message) 
     assert "mention" not in repr(turn), "no body"
 
 
+def test_the_session_is_asked_for_its_token_once_and_not_by_every_admission(bus: Any, sql: Sql) -> None:
+    bus.subscribe("worker", "events")
+    messages = [bus.post("events", body, sender="ci") for body in ("one", "two", "three", "four")]
+    asked = "select pid, query_start from pg_stat_activity where datname = current_database() and query like '%hold_session%'"
+    asked += " and pid <> pg_backend_pid()"
+    for message in messages[:2]:  # the first one connects, which is a change that the second asks about
+        bus.admit("worker", message).finish()
+    before = sql(asked)
+    for message in messages[2:]:
+        bus.admit("worker", message).finish()
+    assert len(before) == 1
+    assert sql(asked) == before
+
+
 def test_two_handles_are_two_turns(bus: Any, message: Message) -> None:
     assert [bus.admit(handle, message).state for handle in ("worker", "reviewer")] == ["new", "new"]
 

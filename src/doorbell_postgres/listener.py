@@ -89,6 +89,10 @@ class Listener:
     def state(self) -> ListenerState:
         return self._status.state
 
+    @property
+    def since(self) -> float:
+        return self._status.since
+
     # -- for bells ----------------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -16,7 +16,6 @@ from doorbell_postgres.calls import Call
 from doorbell_postgres.contract import Message, OnDuplicate, TurnState, UnfinishedTurn
 from doorbell_postgres.pool import Connection
 from doorbell_postgres.store import Store
-from doorbell_postgres.watch import ListenerState
 
 
 class Step:
@@ -207,7 +206,7 @@ class Turns:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._token = admission.new_token()
-        self._held: ListenerState | None = None
+        self._held_since: float | None = None
         self._unsent: list[Call[bool]] = []
         self._lock = threading.Lock()
 
@@ -272,8 +271,9 @@ class Turns:
         """Whether the token is locked. Asked again only when the listener has changed its state since: it takes the token
         again by itself after a reconnect."""
         listener = self.store.listener
-        if self._held is not None and self._held is listener.state:
+        since = listener.since
+        if self._held_since == since:
             return True
         held = listener.hold(self._token, max(5.0, self.store._retry_for))
-        self._held = listener.state if held else None
+        self._held_since = since if held else None
         return held

@@ -301,6 +301,11 @@ class Status:
     def state(self) -> ListenerState:
         return replace(self._state, scanned=self.scanned)
 
+    @property
+    def since(self) -> float:
+        """That of the state, which tells two states apart: `state` itself is a new one whenever it is asked for."""
+        return self._state.since
+
     def become(self, kind: Doing, reason: str | None, now: float) -> None:
         if self.state.kind not in (kind, "closed"):
             self._state = ListenerState(kind, reason, now)

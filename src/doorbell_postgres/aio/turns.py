@@ -16,7 +16,6 @@ from doorbell_postgres.admission import Admitted, Claim
 from doorbell_postgres.aio.store import AsyncStore, Connection
 from doorbell_postgres.calls import Call
 from doorbell_postgres.contract import Message, OnDuplicate, TurnState, UnfinishedTurn
-from doorbell_postgres.watch import ListenerState
 
 T = TypeVar("T")
 
@@ -207,7 +206,7 @@ class AsyncTurns:
     def __init__(self, store: AsyncStore) -> None:
         self.store = store
         self._token = admission.new_token()
-        self._held: ListenerState | None = None
+        self._held_since: float | None = None
         self._unsent: list[Call[bool]] = []
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -289,8 +288,9 @@ class AsyncTurns:
         """Whether the token is locked. Asked again only when the listener has changed its state since: it takes the token
         again by itself after a reconnect."""
         listener = (await self.store.opened()).listener
-        if self._held is not None and self._held is listener.state:
+        since = listener.since
+        if self._held_since == since:
             return True
         held = await listener.hold(self._token, max(5.0, self.store._retry_for))
-        self._held = listener.state if held else None
+        self._held_since = since if held else None
         return held
