@@ -182,15 +182,16 @@ def _headers(value: Any) -> Headers:
     return Headers(value) if value else NO_HEADERS
 
 
+def _message(row: tuple[Any, ...]) -> Message:
+    message: Any = MutableMessage()
+    message.channel, message.seq, message.sender, message.body, message.created_at, headers, message.idempotency_key = row
+    message.headers = NO_HEADERS if headers is None else _headers(headers)
+    message.__class__ = Message
+    return message  # type: ignore[no-any-return]
+
+
 def _messages(rows: Rows) -> list[Message]:
-    messages: list[Any] = []
-    for row in rows:
-        message = MutableMessage()
-        message.channel, message.seq, message.sender, message.body, message.created_at, headers, message.idempotency_key = row
-        message.headers = NO_HEADERS if headers is None else _headers(headers)
-        message.__class__ = Message  # type: ignore[assignment]
-        messages.append(message)
-    return messages
+    return [_message(row) for row in rows]
 
 
 def read_one(rows: Rows) -> Any:
@@ -254,31 +255,38 @@ def post_many(
         raise InvalidInput(f"messages is {_kind(messages)}; it must be an iterable of bodies or Drafts.")
     bodies: list[str] = []
     keys: list[str | None] = []
-    kept: list[Headers] = []
+    kept: list[Headers | None] = []
     encoded: list[str] = []
     for i, item in enumerate(messages):
-        draft = item if isinstance(item, Draft) else Draft(item)
-        bodies.append(text(f"messages[{i}]: body", draft.body, BODY_BYTES))
-        keys.append(_key(f"messages[{i}]: idempotency_key", draft.idempotency_key))
-        own, as_json = checked_headers(f"messages[{i}]: headers", draft.headers)
+        body, key, headers = (item.body, item.idempotency_key, item.headers) if isinstance(item, Draft) else (item, None, None)
+        # The names of the fields are made for those only that need a closer look.
+        plain = type(body) is str and body.isascii() and "\0" not in body and len(body) <= BODY_BYTES
+        bodies.append(body if plain else text(f"messages[{i}]: body", body, BODY_BYTES))
+        keys.append(None if key is None else _key(f"messages[{i}]: idempotency_key", key))
+        own, as_json = (None, "{}") if headers is None else checked_headers(f"messages[{i}]: headers", headers)
         kept.append(own)
         encoded.append(as_json)
 
     def read(rows: Rows) -> list[Posted]:
+        channel_id, _, first, posted_at, _, armed, *_ = rows[0] if rows else (0, 0, 0, 0.0, False, False)
+        originals = {draft: row for _, draft, *row in rows if not row[2]}
         result = []
-        for (channel_id, seq, created_at, posted, armed, *original), body, key, own in zip(rows, bodies, keys, kept, strict=True):
-            if posted:
-                message = Message(channel, seq, sender, body, created_at, own, key)
-            else:
+        for n, (body, key, own) in enumerate(zip(bodies, keys, kept, strict=True), 1):
+            if n in originals:
+                seq, created_at, _, _, *original = originals[n]
                 message = read_message(channel, seq, original[0], original[1], created_at, original[2], key)
+            else:
+                message = _message((channel, first, sender, body, posted_at, own, key))
+                first += 1
             result.append(Posted(message, channel_id, armed))
         return result
 
+    # Of the drafts that were posted one row is enough: they have consecutive numbers and one time.
     return Call(
-        "select channel_id, seq, extract(epoch from created_at)::float8, posted, armed,"
-        " original_sender, original_body, original_headers"
-        " from doorbell.post_many(%s::text, %s::text, %s::text[], %s::text[], %s::text[]::jsonb[], %s::boolean, %s::integer)"
-        " order by draft",
+        "select distinct on (case when posted then 0 else draft end)"
+        " channel_id, draft, seq, date_part('epoch', created_at), posted, armed, original_sender, original_body, original_headers"
+        " from doorbell.post_many(%s::text, %s::text, %b::text[], %b::text[], %b::text[]::jsonb[], %s::boolean, %s::integer)"
+        " order by case when posted then 0 else draft end, draft",
         (
             channel,
             sender,
