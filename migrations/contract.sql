@@ -312,8 +312,6 @@ as $$
 declare
   v_id bigint;
   v_count integer := coalesce(cardinality(bodies), 0);
-  v_keys text[] := coalesce(idempotency_keys, array_fill(null::text, array[v_count]));
-  v_headers jsonb[] := coalesce(headers, array_fill('{}'::jsonb, array[v_count]));
   v_head bigint;
   v_time timestamptz;
   v_seqs bigint[];
@@ -326,20 +324,21 @@ begin
   perform doorbell._refuse(
     doorbell._name_fault('channel', channel),
     doorbell._name_fault('sender', sender),
-    case when cardinality(v_keys) <> v_count then format('there are %s bodies and %s keys', v_count, cardinality(v_keys)) end,
+    case when cardinality(idempotency_keys) <> v_count then
+      format('there are %s bodies and %s keys', v_count, cardinality(idempotency_keys)) end,
     case when cardinality(senders) <> v_count then format('there are %s bodies and %s senders', v_count, cardinality(senders)) end,
     (select min(doorbell._name_fault(format('sender %s', d.n), d.sender))
        from unnest(senders) with ordinality as d (sender, n)
        where d.sender is not null),
-    case when cardinality(v_headers) <> v_count then format('there are %s bodies and %s headers', v_count, cardinality(v_headers)) end,
+    case when cardinality(headers) <> v_count then format('there are %s bodies and %s headers', v_count, cardinality(headers)) end,
     (select min(format('body %s %s', d.n, case when d.body is null then 'is null' else format('has %s bytes', octet_length(d.body)) end))
        from unnest(bodies) with ordinality as d (body, n)
        where d.body is null or octet_length(d.body) > 16777216),
     (select min(doorbell._name_fault(format('idempotency_key %s', d.n), d.key, 1024))
-       from unnest(v_keys) with ordinality as d (key, n)
+       from unnest(idempotency_keys) with ordinality as d (key, n)
        where d.key is not null),
     (select min(format('draft %s: %s', d.n, doorbell._headers_fault(d.headers)))
-       from unnest(v_headers) with ordinality as d (headers, n)
+       from unnest(post_many.headers) with ordinality as d (headers, n)
        where d.headers is null or (d.headers <> '{}' and doorbell._headers_fault(d.headers) is not null)));
   if lock_timeout_ms is distinct from 5000 then
     perform set_config('lock_timeout', lock_timeout_ms::text, true);
@@ -351,26 +350,32 @@ begin
   v_id := doorbell._lock_channel(channel);
   v_head := doorbell._head(v_id);
   v_time := clock_timestamp();
-  -- Where each draft ends up: at its original, at an earlier draft with its key, or at the next number.
-  with drafts as (
-    select d.n, d.key, case when d.key is null then d.n else min(d.n) over (partition by d.key) end as first, o.seq as old_seq
-    from unnest(v_keys) with ordinality as d (key, n)
-    left join doorbell.message as o on o.channel_id = v_id and o.idempotency_key = d.key
-  ), numbered as (
-    select d.n, v_head + row_number() over (order by d.n) as seq
-    from drafts as d
-    where d.old_seq is null and d.first = d.n
-  )
-  select array_agg(coalesce(d.old_seq, f.seq) order by d.n), array_agg(d.old_seq is null and d.first = d.n order by d.n)
-    into v_seqs, v_posted
-    from drafts as d
-    left join numbered as f on f.n = d.first;
+  if idempotency_keys is null then
+    v_seqs := array(select v_head + n from generate_series(1, v_count) as n);
+    v_posted := array_fill(true, array[v_count]);
+  else
+    -- Where each draft ends up: at its original, at an earlier draft with its key, or at the next number.
+    with drafts as (
+      select d.n, d.key, case when d.key is null then d.n else min(d.n) over (partition by d.key) end as first, o.seq as old_seq
+      from unnest(idempotency_keys) with ordinality as d (key, n)
+      left join doorbell.message as o on o.channel_id = v_id and o.idempotency_key = d.key
+    ), numbered as (
+      select d.n, v_head + row_number() over (order by d.n) as seq
+      from drafts as d
+      where d.old_seq is null and d.first = d.n
+    )
+    select array_agg(coalesce(d.old_seq, f.seq) order by d.n), array_agg(d.old_seq is null and d.first = d.n order by d.n)
+      into v_seqs, v_posted
+      from drafts as d
+      left join numbered as f on f.n = d.first;
+  end if;
 
   insert into doorbell.message (channel_id, seq, sender, body, headers, idempotency_key, created_at)
-    select v_id, d.seq, coalesce(d.sender, post_many.sender), d.body, d.headers, d.key, v_time
-    from unnest(bodies, v_keys, v_headers, v_seqs, v_posted, senders) as d (body, key, headers, seq, posted, sender)
+    select v_id, d.seq, coalesce(d.sender, post_many.sender), d.body, coalesce(d.headers, '{}'), d.key, v_time
+    from unnest(bodies, idempotency_keys, post_many.headers, senders, v_seqs, v_posted) with ordinality
+      as d (body, key, headers, sender, seq, posted, n)
     where d.posted
-    order by d.seq;
+    order by d.n;
   if found then
     v_armed := doorbell._armed(v_id);
     if notify and v_armed then
@@ -556,6 +561,8 @@ $$;
 --
 -- Promise: starts at the cursors, wherever after_* points back to. An empty page is the true head of every subscribed channel; a short
 --   page is not. At most page_size messages, and no more once their bodies reach max_bytes (null: no limit).
+-- Plans: made once a session. A limit that is not known looks costly, so that each page would be planned again, which takes
+--   as long as reading it; the index is the only plan that is good at every size of the log.
 -- Errors: RB006 where messages behind a cursor were removed (prune with force), until skip_pruned.
 create function doorbell.unacked(
   handle text,
@@ -565,6 +572,7 @@ create function doorbell.unacked(
   max_bytes bigint default null
 ) returns table (channel text, seq bigint, sender text, body text, headers jsonb, idempotency_key text, created_at timestamptz)
 language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+  set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_cursor record;
@@ -588,20 +596,31 @@ begin
     end if;
     v_last := null;
     if max_bytes is not null then
-      -- The last message that still fits: the sizes are read from the rows alone, without their bodies.
-      select max(p.seq), sum(p.size) into v_last, v_size
+      -- The last message that still fits. The sizes are read from the rows alone, without their bodies; mostly all of
+      -- them fit, and a sum takes a fifth of the running sums.
+      select max(n.seq), sum(octet_length(n.body)) into v_last, v_size
         from (
-          select n.seq, octet_length(n.body) as size, sum(octet_length(n.body)) over (order by n.seq) - octet_length(n.body) as before
-          from (
-            select m.seq, m.body
-            from doorbell.message as m
-            where m.channel_id = v_cursor.id and m.seq > v_cursor.floor
-            order by m.seq
-            limit v_rows
-          ) as n
-        ) as p
-        where p.before < v_bytes;
+          select m.seq, m.body
+          from doorbell.message as m
+          where m.channel_id = v_cursor.id and m.seq > v_cursor.floor
+          order by m.seq
+          limit v_rows
+        ) as n;
       continue when v_last is null;
+      if v_size >= v_bytes then
+        select max(p.seq), sum(p.size) into v_last, v_size
+          from (
+            select n.seq, octet_length(n.body) as size, sum(octet_length(n.body)) over (order by n.seq) - octet_length(n.body) as before
+            from (
+              select m.seq, m.body
+              from doorbell.message as m
+              where m.channel_id = v_cursor.id and m.seq > v_cursor.floor
+              order by m.seq
+              limit v_rows
+            ) as n
+          ) as p
+          where p.before < v_bytes;
+      end if;
       v_bytes := v_bytes - v_size;
     end if;
     return query

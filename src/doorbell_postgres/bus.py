@@ -98,7 +98,11 @@ class MessageBus:
 
         The whole backlog is held in memory; `unacked` holds one page. [] for an unknown handle.
         """
-        return [message for page in self._pages(handle, page_size, None) for message in page]
+        messages: list[Message] = []
+        for page in self._pages(handle, page_size, calls.UNACKED_BYTES, most=calls.CATCH_UP_PAGE):
+            messages += page
+        self.store.read_times.remember(messages)
+        return messages
 
     def unacked(self, handle: str, *, page_size: int = 100, max_bytes: int = calls.UNACKED_BYTES) -> Iterator[Message]:
         """As `catch_up`, in bounded memory: a page holds `page_size` messages and about `max_bytes` of bodies at most.
@@ -106,14 +110,21 @@ class MessageBus:
         A page may exceed `max_bytes` by its last body. Messages posted meanwhile to channels not passed yet are included.
         """
         calls.unacked(handle, None, page_size=page_size, max_bytes=max_bytes)  # refused now, not at the first next()
-        return (message for page in self._pages(handle, page_size, max_bytes) for message in page)
+        return self._messages(handle, page_size, max_bytes)
 
-    def _pages(self, handle: str, page_size: int, max_bytes: int | None) -> Iterator[list[Message]]:
+    def _messages(self, handle: str, page_size: int, max_bytes: int) -> Iterator[Message]:
+        for page in self._pages(handle, page_size, max_bytes):
+            self.store.read_times.remember(page)
+            yield from page
+
+    def _pages(self, handle: str, page_size: int, max_bytes: int, *, most: int = 0) -> Iterator[list[Message]]:
+        """Pages of `page_size`, or growing from there to `most`."""
         after: tuple[str, int] | None = None
         # An empty page is the head of every channel; a short one is only the end of a page.
         while page := self.store.page(handle, after, page_size=page_size, max_bytes=max_bytes):
             yield page
             after = page[-1].channel, page[-1].seq
+            page_size = max(page_size, min(10 * page_size, most))
 
     def ack(self, handle: str, channel: str, up_to: int, *, conn: Connection | None = None) -> int:
         """Say that everything up to `up_to` was handled; returns where the cursor stands. It never moves back.

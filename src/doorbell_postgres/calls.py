@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from doorbell_postgres.contract import NO_HEADERS, Backlog, Draft, Headers, Message
+from doorbell_postgres.contract import NO_HEADERS, Backlog, Draft, Headers, Message, MutableMessage
 from doorbell_postgres.errors import InvalidInput
 
 T_co = TypeVar("T_co", covariant=True)
@@ -29,6 +28,7 @@ HEADERS_BYTES = 64 * 1024
 MAX_BIGINT = 2**63 - 1
 MAX_PAGE = 2**31 - 1
 UNACKED_BYTES = 8 * 1024 * 1024
+CATCH_UP_PAGE = 1_000
 
 
 @dataclass(frozen=True)
@@ -170,17 +170,30 @@ def _key(field: str, value: object) -> str | None:
 
 # -- reading rows -----------------------------------------------------------------------------------------------------
 
-_MESSAGE = "seq, sender, body, extract(epoch from created_at)::float8, nullif(headers, '{}'), idempotency_key"
+# date_part gives the same float8 as extract(epoch …)::float8, which computes a numeric first.
+_MESSAGE = "seq, sender, body, date_part('epoch', created_at), nullif(headers, '{}'), idempotency_key"
 
 
 def read_message(channel: str, seq: int, sender: str, body: str, created_at: float, headers: Any, key: str | None) -> Message:
-    if isinstance(headers, str):  # the caller's connection loads jsonb as text, as Django's does
-        headers = json.loads(headers)
-    return Message(channel, seq, sender, body, created_at, Headers(headers) if headers else NO_HEADERS, key)
+    return Message(channel, seq, sender, body, created_at, _headers(headers), key)
+
+
+def _headers(value: Any) -> Headers:
+    if isinstance(value, str):  # the caller's connection loads jsonb as text, as Django's does
+        value = json.loads(value)
+    return Headers(value) if value else NO_HEADERS
+
+
+def _message(row: tuple[Any, ...]) -> Message:
+    message: Any = MutableMessage()
+    message.channel, message.seq, message.sender, message.body, message.created_at, headers, message.idempotency_key = row
+    message.headers = NO_HEADERS if headers is None else _headers(headers)
+    message.__class__ = Message
+    return message  # type: ignore[no-any-return]
 
 
 def _messages(rows: Rows) -> list[Message]:
-    return [read_message(*row) for row in rows]
+    return [_message(row) for row in rows]
 
 
 def read_one(rows: Rows) -> Any:
@@ -273,31 +286,38 @@ def post_many(
         raise InvalidInput(f"messages is {_kind(messages)}; it must be an iterable of bodies or Drafts.")
     bodies: list[str] = []
     keys: list[str | None] = []
-    kept: list[Headers] = []
+    kept: list[Headers | None] = []
     encoded: list[str] = []
     for i, item in enumerate(messages):
-        draft = item if isinstance(item, Draft) else Draft(item)
-        bodies.append(text(f"messages[{i}]: body", draft.body, BODY_BYTES))
-        keys.append(_key(f"messages[{i}]: idempotency_key", draft.idempotency_key))
-        own, as_json = checked_headers(f"messages[{i}]: headers", draft.headers)
+        body, key, headers = (item.body, item.idempotency_key, item.headers) if isinstance(item, Draft) else (item, None, None)
+        # The names of the fields are made for those only that need a closer look.
+        plain = type(body) is str and body.isascii() and "\0" not in body and len(body) <= BODY_BYTES
+        bodies.append(body if plain else text(f"messages[{i}]: body", body, BODY_BYTES))
+        keys.append(None if key is None else _key(f"messages[{i}]: idempotency_key", key))
+        own, as_json = (None, "{}") if headers is None else checked_headers(f"messages[{i}]: headers", headers)
         kept.append(own)
         encoded.append(as_json)
 
     def read(rows: Rows) -> list[Posted]:
+        channel_id, _, first, posted_at, _, armed, *_ = rows[0] if rows else (0, 0, 0, 0.0, False, False)
+        originals = {draft: row for _, draft, *row in rows if not row[2]}
         result = []
-        for (channel_id, seq, created_at, posted, armed, *original), body, key, own in zip(rows, bodies, keys, kept, strict=True):
-            if posted:
-                message = Message(channel, seq, sender, body, created_at, own, key)
-            else:
+        for n, (body, key, own) in enumerate(zip(bodies, keys, kept, strict=True), 1):
+            if n in originals:
+                seq, created_at, _, _, *original = originals[n]
                 message = read_message(channel, seq, original[0], original[1], created_at, original[2], key)
+            else:
+                message = _message((channel, first, sender, body, posted_at, own, key))
+                first += 1
             result.append(Posted(message, channel_id, armed))
         return result
 
+    # Of the drafts that were posted one row is enough: they have consecutive numbers and one time.
     return Call(
-        "select channel_id, seq, extract(epoch from created_at)::float8, posted, armed,"
-        " original_sender, original_body, original_headers"
-        " from doorbell.post_many(%s::text, %s::text, %s::text[], %s::text[], %s::text[]::jsonb[], %s::boolean, %s::integer)"
-        " order by draft",
+        "select distinct on (case when posted then 0 else draft end)"
+        " channel_id, draft, seq, date_part('epoch', created_at), posted, armed, original_sender, original_body, original_headers"
+        " from doorbell.post_many(%s::text, %s::text, %b::text[], %b::text[], %b::text[]::jsonb[], %s::boolean, %s::integer)"
+        " order by case when posted then 0 else draft end, draft",
         (
             channel,
             sender,
@@ -320,7 +340,7 @@ def post_together(messages: Sequence[Outgoing], *, lock_timeout: float) -> Call[
         "select channel_id, seq, date_part('epoch', created_at), posted, armed,"
         " original_sender, original_body, original_headers"
         " from doorbell.post_many("
-        "%s::text, %s::text, %s::text[], %s::text[], %s::text[]::jsonb[], false, %s::integer, %s::text[])"
+        "%s::text, %s::text, %b::text[], %b::text[], %b::text[]::jsonb[], false, %s::integer, %b::text[])"
         " order by draft",
         (
             messages[0].channel,
@@ -363,23 +383,28 @@ def unsubscribe(handle: str, channel: str) -> Call[bool]:
     )
 
 
+_Times = dict[tuple[str, int], float]
+
+
 class ReadTimes:
-    """The times of the messages that a bus has returned, the newest 10,000 of them: an ack says which message it means."""
+    """The times of the messages that a bus has returned, of at least the newest 10,000: an ack says which one it means."""
 
     MOST = 10_000
 
     def __init__(self) -> None:
-        self._times: OrderedDict[tuple[str, int], float] = OrderedDict()
+        self._times: tuple[_Times, _Times] = {}, {}
 
-    def remember(self, messages: Iterable[Message]) -> None:
-        # Threads share this without a lock: each step is one operation of the dict, and a lost race forgets one time.
-        for message in messages:
-            self._times[message.channel, message.seq] = message.created_at
-        while len(self._times) > self.MOST:
-            self._times.popitem(last=False)
+    def remember(self, messages: Sequence[Message]) -> None:
+        # Threads share this without a lock: each step is one operation, and a lost race forgets the times of one page.
+        newer, _ = self._times
+        for message in messages[-self.MOST :]:
+            newer[message.channel, message.seq] = message.created_at
+        if len(newer) >= self.MOST:
+            self._times = {}, newer
 
     def time_of(self, channel: str, seq: int) -> float | None:
-        return self._times.get((channel, seq))
+        newer, older = self._times
+        return newer.get((channel, seq), older.get((channel, seq)))
 
 
 def ack(handle: str, channel: str, up_to: int, time_of: Callable[[str, int], float | None]) -> Call[int]:
@@ -424,13 +449,14 @@ def unacked(handle: str, after: tuple[str, int] | None, *, page_size: int, max_b
 def messages_after(channel: str, after_seq: int, *, limit: int) -> Call[list[Message]]:
     channel = name("channel", channel)
     return Call(
-        f"select {_MESSAGE} from doorbell.messages_after(%s::text, %s::bigint, %s::integer)",
+        f"select %s::text, {_MESSAGE} from doorbell.messages_after(%s::text, %s::bigint, %s::integer)",
         (
+            channel,
             channel,
             count("after_seq", after_seq, least=0, most=MAX_BIGINT),
             count("limit", limit, least=1, most=MAX_PAGE),
         ),
-        lambda rows: [read_message(channel, *row) for row in rows],
+        _messages,
     )
 
 

@@ -77,7 +77,7 @@ class Store:
         self.listener = Listener(settings.dsn, settings.options, listen=self._announces, on_news=partial(_notify, self.activity))
         self._notifier = Notifier(partial(_announce, self._pool))
         self._sharing = Sharing()
-        self._read = ReadTimes()
+        self.read_times = ReadTimes()
         self._finalizer = weakref.finalize(self, _shut, self._pid, self._notifier, self.listener, self._pool)
 
     # -- the log ------------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Store:
 
     def ack(self, handle: str, channel: str, up_to: int, *, conn: Connection | None = None) -> int:
         """Move the cursor forward to `up_to` and return where it stands; see MessageBus.ack."""
-        return self._run(calls.ack(handle, channel, up_to, self._read.time_of), conn)
+        return self._run(calls.ack(handle, channel, up_to, self.read_times.time_of), conn)
 
     def skip_pruned(self, handle: str, channel: str, *, conn: Connection | None = None) -> int:
         """Give up what retention has removed unread; see MessageBus.skip_pruned."""
@@ -156,9 +156,7 @@ class Store:
 
     def page(self, handle: str, after: tuple[str, int] | None, *, page_size: int, max_bytes: int | None = None) -> list[Message]:
         """One page of what the handle has not acked, behind the position `after`; [] is the head of all channels."""
-        messages = self._run(calls.unacked(handle, after, page_size=page_size, max_bytes=max_bytes))
-        self._read.remember(messages)
-        return messages
+        return self._run(calls.unacked(handle, after, page_size=page_size, max_bytes=max_bytes))
 
     def backlog(self, handle: str | None = None) -> list[Backlog]:
         """How far each handle, or this one, is behind on each channel, by handle and channel."""

@@ -289,7 +289,7 @@ class AsyncStore:
         self._shutting: asyncio.Task[None] | None = None
         self._activity = Activity()
         self._sharing = Sharing()
-        self._read = ReadTimes()
+        self.read_times = ReadTimes()
         self._made = time.monotonic()
 
     @property
@@ -368,15 +368,13 @@ class AsyncStore:
 
     async def ack(self, handle: str, channel: str, up_to: int, *, conn: Connection | None = None) -> int:
         """Move the cursor forward to `up_to` and return where it stands; see MessageBus.ack."""
-        return await self._run(calls.ack(handle, channel, up_to, self._read.time_of), conn)
+        return await self._run(calls.ack(handle, channel, up_to, self.read_times.time_of), conn)
 
     async def page(
         self, handle: str, after: tuple[str, int] | None, *, page_size: int, max_bytes: int | None = None
     ) -> list[Message]:
         """One page of what the handle has not acked, behind the position `after`; [] is the head of all channels."""
-        messages = await self._run(calls.unacked(handle, after, page_size=page_size, max_bytes=max_bytes))
-        self._read.remember(messages)
-        return messages
+        return await self._run(calls.unacked(handle, after, page_size=page_size, max_bytes=max_bytes))
 
     async def backlog(self, handle: str | None = None) -> list[Backlog]:
         """How far each handle, or this one, is behind on each channel, by handle and channel."""
