@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import importlib
 import inspect
 import logging
 import os
+import pickle
 import queue
 import threading
 import time
@@ -107,6 +109,20 @@ def test_a_message_is_the_same_value_whoever_returned_it(bus: Any, open_bus: Ope
     assert abs(posted.created_at - time.time()) < 60
     assert posted.headers == fetched[0].headers == {"a": "b"}
     assert (posted.idempotency_key, batch.idempotency_key, dict(batch.headers)) == ("k", None, {})
+
+
+def test_a_message_that_was_read_is_as_one_that_was_constructed(bus: Any) -> None:
+    bus.post("events", "one", sender="ci", idempotency_key="k", headers={"a": "b"})
+    (fetched,) = bus.store.messages_after("events", 0)
+    made = Message(*(getattr(fetched, field.name) for field in dataclasses.fields(fetched)))
+    assert type(fetched) is Message
+    assert repr(fetched) == repr(made)
+    for field in dataclasses.fields(fetched):
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(fetched, field.name, None)
+    copied = pickle.loads(pickle.dumps(fetched))
+    assert (copied, copied.headers, copied.idempotency_key) == (fetched, {"a": "b"}, "k")
+    assert dataclasses.replace(fetched, body="two") == dataclasses.replace(made, body="two") != fetched
 
 
 def test_headers_and_keys_stay_outside_comparison_and_cannot_be_written(bus: Any) -> None:

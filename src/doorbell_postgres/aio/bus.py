@@ -106,15 +106,16 @@ class AsyncMessageBus:
         The whole backlog is held in memory; `unacked` holds one page. [] for an unknown handle.
         """
         messages: list[Message] = []
-        async for page in self._pages(handle, page_size, calls.UNACKED_BYTES, most=calls.CATCH_UP_PAGE):
+        async for page in self._pages(handle, page_size, calls.UNACKED_BYTES):
             messages += page
         self.store.read_times.remember(messages)
         return messages
 
     def unacked(self, handle: str, *, page_size: int = 100, max_bytes: int = calls.UNACKED_BYTES) -> AsyncIterator[Message]:
-        """As `catch_up`, in bounded memory: a page holds `page_size` messages and about `max_bytes` of bodies at most.
+        """As `catch_up`, in bounded memory: a page holds about `max_bytes` of bodies at most, and 1,000 messages.
 
-        A page may exceed `max_bytes` by its last body. Messages posted meanwhile to channels not passed yet are included.
+        It begins with pages of `page_size` messages, and they grow to 1,000; a larger `page_size` stays as it is. A page may
+        exceed `max_bytes` by its last body. Messages posted meanwhile to channels not passed yet are included.
         """
         calls.unacked(handle, None, page_size=page_size, max_bytes=max_bytes)  # refused now, not at the first message
         return self._messages(handle, page_size, max_bytes)
@@ -125,14 +126,13 @@ class AsyncMessageBus:
             for message in page:
                 yield message
 
-    async def _pages(self, handle: str, page_size: int, max_bytes: int, *, most: int = 0) -> AsyncIterator[list[Message]]:
-        """Pages of `page_size`, or growing from there to `most`."""
+    async def _pages(self, handle: str, page_size: int, max_bytes: int) -> AsyncIterator[list[Message]]:
         after: tuple[str, int] | None = None
         # An empty page is the head of every channel; a short one is only the end of a page.
         while page := await self.store.page(handle, after, page_size=page_size, max_bytes=max_bytes):
             yield page
             after = page[-1].channel, page[-1].seq
-            page_size = max(page_size, min(10 * page_size, most))
+            page_size = max(page_size, min(10 * page_size, calls.GROWN_PAGE))
 
     async def ack(self, handle: str, channel: str, up_to: int, *, conn: Connection | None = None) -> int:
         """Say that everything up to `up_to` was handled; returns where the cursor stands. It never moves back.
