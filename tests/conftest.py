@@ -54,7 +54,7 @@ def template(server: TestServer) -> Iterator[str]:
     if AGENT:
         let_agent_in(server.dsn(name))
     yield name
-    server.drop_database(name)
+    server.discard(name)
 
 
 def let_agent_in(dsn: str) -> None:
@@ -72,7 +72,7 @@ def direct_dsn(server: TestServer, template: str) -> Iterator[str]:
     """A migrated database for this test alone, reached directly."""
     name = server.create_database(template)
     yield server.dsn(name)
-    server.drop_database(name)
+    server.discard(name)
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def empty_dsn(server: TestServer) -> Iterator[str]:
     """A database for this test alone that nobody has migrated."""
     name = server.create_database()
     yield server.dsn(name)
-    server.drop_database(name)
+    server.discard(name)
 
 
 @pytest.fixture

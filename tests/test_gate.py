@@ -317,6 +317,7 @@ def post_when_told(pipe: Any, shell: str, dsn: str, channel: str) -> None:
 @pytest.mark.failure_mode
 @pytest.mark.slow
 @pytest.mark.timing
+@pytest.mark.alone
 def test_bell_armed_at_any_instant_around_a_post_rings(api: Api, dsn: str, open_bus: OpenBus, processes: Processes) -> None:
     """Where posts are announced only to those who wait, a bell that arms in the moment of the post is told nothing, and
     sleeps until its next poll.

@@ -132,7 +132,7 @@ class Contract(RuleBasedStateMachine):
         if hasattr(self, "bus"):
             self.bus.close()
             self.store.close()
-            self.server.drop_database(self.name)
+            self.server.discard(self.name)
 
     def channel(self, place: int) -> str:
         return self.channels[place]

@@ -212,14 +212,15 @@ NOT_BEHIND_A_POOLER = {
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_contract_holds_behind_a_pooler(server: TestServer, pooler: Pooler, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "at_least"), [("failure_modes", 25), ("model", 2), ("api", 150)])
+def test_the_contract_holds_behind_a_pooler(server: TestServer, pooler: Pooler, tmp_path: Path, name: str, at_least: int) -> None:
     """The contract's failure modes, the comparison with the model and the API, all through PgBouncer."""
     deselected = [name for names in NOT_BEHIND_A_POOLER.values() for name in names]
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "inner"),
             "-k", " and ".join(f"not {name}" for name in deselected),
-            "test_failure_modes.py", "test_model.py", "test_api.py",
+            f"test_{name}.py",
         ],
         cwd=TESTS,
         env=plain_environment(DOORBELL_TEST_DSN=server.dsn("postgres"), DOORBELL_TEST_POOLER=pooler.address),
@@ -231,5 +232,5 @@ def test_the_contract_holds_behind_a_pooler(server: TestServer, pooler: Pooler, 
     passed = re.search(r"(\d+) passed", done.stdout)
     print(done.stdout.splitlines()[-1])
     assert passed is not None
-    assert int(passed[1]) > 100
+    assert int(passed[1]) >= at_least
     assert os.path.exists(pooler.directory)

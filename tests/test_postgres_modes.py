@@ -501,6 +501,7 @@ def post_for(pipe: Any, shell: str, dsn: str, channel: str, seconds: float) -> l
 
 @pytest.mark.slow
 @pytest.mark.timing
+@pytest.mark.alone
 def test_old_snapshot_elsewhere_does_not_slow_posts(api: Api, dsn: str, processes: Processes, connect: Connect) -> None:
     """A counter row is updated by every post; while a dump or a report holds an old snapshot, its dead versions cannot be
     removed, each post walks over all of them, and posting gets slower by the second.

@@ -284,13 +284,14 @@ def test_upgrade_keeps_agents_operators_and_live_clients(server: TestServer, dsn
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(bool(os.environ.get("DOORBELL_TEST_AGENT")), reason="this is that run")
-def test_an_agent_role_passes_the_whole_contract_suite(server: TestServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["failure_modes", "api", "cross_process", "gate"])
+def test_an_agent_role_passes_the_whole_contract_suite(server: TestServer, tmp_path: Path, name: str) -> None:
     role = f"agent_{secrets.token_hex(4)}"
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--basetemp", str(tmp_path / "inner"),
             "-m", "not slow and not timing",
-            *(str(TESTS / f"test_{name}.py") for name in ("failure_modes", "api", "cross_process", "gate")),
+            str(TESTS / f"test_{name}.py"),
         ],
         env=plain_environment(DOORBELL_TEST_DSN=server.dsn("postgres"), DOORBELL_TEST_AGENT=role),
         cwd=TESTS.parent,
