@@ -17,8 +17,8 @@
 
 
 -- ---------------------------------------------------------------------------------------------------------------------
--- Private: refusing, locking, announcing. _lock_channel, _head and _armed pin no search_path of their own, since each pin is
--- paid for in every post: nobody but the functions below can call them, and those have pinned theirs.
+-- Private: refusing, locking, announcing. _lock_channel, _head, _armed and _is_behind pin no search_path of their own, since each pin is
+-- paid for in every post, or poll: nobody but the functions below can call them, and those have pinned theirs.
 -- ---------------------------------------------------------------------------------------------------------------------
 
 -- The first thing that is wrong with a name, or null. Names are 1 to most bytes of UTF-8.
@@ -698,6 +698,8 @@ $$;
 --   that the floor is beyond the head, that another message than the one at floor_at carries its number, or that the store
 --   has another epoch than the one the watch began in (new_epoch, after a restore): epochs has one for each, or one for all. lost_from and
 --   lost_to are the range that retention was forced past before the handle had acked it, whatever the floor; else null.
+-- Planned once a session: that takes several times as long as the statement. (select …) hides how long the arrays are, for
+--   which the planner would plan each call anew; and a plan that scans a table while it is small would outlive its growth.
 create function doorbell.peek(
   handles text[],
   channel_ids bigint[],
@@ -708,16 +710,17 @@ create function doorbell.peek(
 ) returns table (
   watch bigint, head bigint, rewound boolean, seq bigint, sender text, preview text, created_at timestamptz, lost_from bigint, lost_to bigint
 )
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
 as $$
 begin
   return query
     select w.n, h.seq, h.seq < w.floor or f.created_at <> w.floor_at or coalesce(e.is_new, false), m.seq, m.sender, left(m.body, preview_len),
            coalesce(m.created_at, (select t.created_at from doorbell.message as t where t.channel_id = w.channel_id and t.seq = h.seq)),
            l.acked_seq + 1, l.up_to
-    from unnest(handles, channel_ids, floors, floor_times) with ordinality as w (handle, channel_id, floor, floor_at, n)
+    from unnest((select handles), (select channel_ids), (select floors), (select floor_times))
+      with ordinality as w (handle, channel_id, floor, floor_at, n)
     cross join lateral (
-      select m.epoch <> epochs[least(w.n, cardinality(epochs))] as is_new from doorbell.meta as m
+      select m.epoch <> epochs[least(w.n, cardinality(epochs))] as is_new from doorbell.meta as m where m.only_row
     ) as e
     cross join lateral (select doorbell._head(w.channel_id) as seq) as h
     left join doorbell.message as f
@@ -741,6 +744,42 @@ begin
 end
 $$;
 
+-- Whether peek has a row for any of these watches: the poll of bells at rest, at a third of the cost of peek.
+--
+-- Promise: true exactly when peek, asked in the same moment, returns rows. floor_times are seconds since 1970. Planned as peek is.
+create function doorbell.has_news(
+  handles text[],
+  channel_ids bigint[],
+  floors bigint[],
+  floor_times double precision[],
+  epochs uuid[] default null
+) returns boolean
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+as $$
+begin
+  return coalesce((select e.epoch from doorbell.meta as e where e.only_row) <> any (epochs), false) or exists (
+    select from unnest((select handles), (select channel_ids), (select floors), (select floor_times))
+      as w (handle, channel_id, floor, floor_at)
+    where coalesce(
+            (select m.seq <> w.floor or m.created_at <> to_timestamp(w.floor_at) from doorbell.message as m
+             where m.channel_id = w.channel_id order by m.seq desc limit 1),
+            w.floor <> 0)
+      or exists (select from doorbell.pruned as p
+                 where p.channel_id = w.channel_id and doorbell._is_behind(w.handle, p.channel_id, p.up_to)));
+end
+$$;
+
+-- Whether the handle has a cursor on the channel that stands before up_to. A function, so that its tables are opened only
+-- for a channel that was pruned.
+create function doorbell._is_behind(handle text, channel_id bigint, up_to bigint) returns boolean
+language plpgsql stable
+as $$
+begin
+  return exists (
+    select from doorbell.cursor as cu
+    where cu.channel_id = _is_behind.channel_id and cu.handle = _is_behind.handle and cu.acked_seq < _is_behind.up_to);
+end
+$$;
 
 -- Takes the bells' keys of some channels for this session and lets those of others go; channel 0 is the wildcard.
 --

@@ -31,6 +31,7 @@ READERS = {
     "backlog_of": "select * from doorbell.backlog_of('worker')",
     "bell_floors": "select * from doorbell.bell_floors('worker')",
     "channel_names": "select * from doorbell.channel_names()",
+    "has_news": "select doorbell.has_news(array['worker'], array[1::bigint], array[0::bigint], array[null::float8])",
     "head": "select doorbell.head('events')",
     "hello": "select * from doorbell.hello()",
     "messages_after": "select * from doorbell.messages_after('events', 1)",
