@@ -427,11 +427,17 @@ def bell_floors(handle: str) -> Call[list[Floor]]:
 def has_news(questions: Sequence[Question]) -> Call[bool]:
     """Whether `peek` has an answer to any of them: the question of bells at rest, for a third of the cost."""
     handles, channel_ids, floors, times, epochs = _columns(questions)
+    # Numbers as array literals of the parameters' own types: psycopg would choose smaller ones, which the server then
+    # converts in every poll.
     return Call(
-        "select doorbell.has_news(%s::text[], %s::bigint[], %s::bigint[], %s::float8[], %s::text[]::uuid[])",
-        (handles, channel_ids, floors, times, list(set(epochs))),
+        "select doorbell.has_news(%s::text[], %s::bigint[], %s::bigint[], %s::float8[], %s::uuid[])",
+        (handles, _literal(channel_ids), _literal(floors), _literal(times), _literal(set(epochs))),
         read_one,
     )
+
+
+def _literal(values: Iterable[object]) -> str:
+    return "{" + ",".join("null" if value is None else str(value) for value in values) + "}"
 
 
 def _columns(questions: Sequence[Question]) -> list[list[Any]]:
