@@ -17,8 +17,8 @@
 
 
 -- ---------------------------------------------------------------------------------------------------------------------
--- Private: refusing, locking, announcing. _lock_channel, _head, _armed and _is_behind pin no search_path of their own, since each pin is
--- paid for in every post, or poll: nobody but the functions below can call them, and those have pinned theirs.
+-- Private: refusing, locking, announcing. _lock_channel, _head and _armed pin no search_path of their own, since each pin is
+-- paid for in every post: nobody but the functions below can call them, and those have pinned theirs.
 -- ---------------------------------------------------------------------------------------------------------------------
 
 -- The first thing that is wrong with a name, or null. Names are 1 to most bytes of UTF-8.
@@ -747,7 +747,7 @@ $$;
 -- Whether peek has a row for any of these watches: the poll of bells at rest, at a third of the cost of peek.
 --
 -- Promise: true exactly when peek, asked in the same moment, returns rows. floor_times are seconds since 1970.
--- One expression a watch: a join over the arrays would cost a bell with one channel a tenth more, and each statement more as much.
+-- One expression a watch: each further statement, and a join over the arrays, would add a tenth for a bell with one channel.
 create function doorbell.has_news(
   handles text[],
   channel_ids bigint[],
@@ -760,8 +760,8 @@ as $$
 begin
   for i in 1 .. coalesce(cardinality(channel_ids), 0) loop
     if coalesce(
-         (select m.seq <> floors[i] or m.created_at <> to_timestamp(floor_times[i]) from doorbell.message as m
-          where m.channel_id = channel_ids[i] order by m.seq desc limit 1),
+         (select m.seq <> floors[i] or coalesce(m.created_at <> to_timestamp(floor_times[i]), false)
+          from doorbell.message as m where m.channel_id = channel_ids[i] order by m.seq desc limit 1),
          floors[i] <> 0)
       or exists (select from doorbell.pruned as p
                  where p.channel_id = channel_ids[i] and doorbell._is_behind(handles[i], p.channel_id, p.up_to))
@@ -777,7 +777,7 @@ $$;
 -- Whether the handle has a cursor on the channel that stands before up_to. A function, so that its tables are opened only
 -- for a channel that was pruned.
 create function doorbell._is_behind(handle text, channel_id bigint, up_to bigint) returns boolean
-language plpgsql stable
+language plpgsql stable set search_path = pg_catalog, pg_temp
 as $$
 begin
   return exists (
