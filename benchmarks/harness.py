@@ -47,7 +47,7 @@ class Size:
     waits: int = 100
     bells: int = 200
     idle: float = 15.0
-    settle: float = 3.0
+    settle: float = 11.0  # a session that falls idle reports its last transactions to the statistics after 10 s
     starts: int = 7
     few: int = 10_000
     many: int = 5_000_000

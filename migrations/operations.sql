@@ -431,6 +431,7 @@ as $$
     ('fail_turn', true, false),
     ('finish_turn', true, false),
     ('grant_role', false, false),
+    ('has_news', true, false),
     ('head', true, true),
     ('hello', true, true),
     ('hold_session', true, false),

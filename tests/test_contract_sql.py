@@ -31,6 +31,7 @@ READERS = {
     "backlog_of": "select * from doorbell.backlog_of('worker')",
     "bell_floors": "select * from doorbell.bell_floors('worker')",
     "channel_names": "select * from doorbell.channel_names()",
+    "has_news": "select doorbell.has_news(array['worker'], array[1::bigint], array[0::bigint], array[null::float8])",
     "head": "select doorbell.head('events')",
     "hello": "select * from doorbell.hello()",
     "messages_after": "select * from doorbell.messages_after('events', 1)",
@@ -618,6 +619,43 @@ def test_peek_skips_own_messages_and_sees_another_log(sql: Sql) -> None:
     assert sql(peek, ["worker"], [channel_id], [4], [None]) == [(3, True, None, None, None)]
     other = sql("select %s::timestamptz - interval '1 s'", floor_at)[0][0]
     assert sql(peek, ["worker"], [channel_id], [floor], [other])[0][:2] == (3, True)
+
+
+@pytest.mark.usefixtures("filled")
+def test_has_news_says_whether_peek_has_a_row(sql: Sql) -> None:
+    sql("select doorbell.subscribe('worker', 'quiet')")
+    (events, _, _, _, head, epoch), (quiet, *_) = sql("select * from doorbell.bell_floors('worker') order by channel")
+    ((at_head,),) = sql("select created_at from doorbell.messages_after('events', %s)", head - 1)
+    other, elsewhere = sql("select %s::timestamptz - interval '1 s', gen_random_uuid()", at_head)[0]
+
+    def found(floors: list[int], times: list[Any], epochs: list[Any] | None, handle: str = "worker") -> bool:
+        arrays = ([handle] * 2, [events, quiet], floors, times)
+        rows = sql("select watch from doorbell.peek(%s, %s, %s, %s, 2, %s)", *arrays, epochs)
+        seconds = (
+            "array(select extract(epoch from t) from unnest(%s::timestamptz[]) with ordinality as u (t, n) order by n)::float8[]"
+        )
+        ((answer,),) = sql(f"select doorbell.has_news(%s, %s, %s, {seconds}, %s)", *arrays, epochs)
+        assert answer is bool(rows)
+        return bool(answer)
+
+    for _ in range(7):  # planned for these values, then once for all
+        for epochs in (None, [epoch], [epoch, epoch]):
+            assert not found([head, 0], [at_head, None], epochs)
+            assert not found([head, 0], [None, None], epochs)
+            assert found([head, 0], [other, None], epochs)
+            assert found([head + 1, 0], [at_head, None], epochs)
+            assert found([head - 1, 0], [None, None], epochs)
+            assert found([head - 1, 0], [None, None], epochs, "ci")
+            assert found([head, 1], [at_head, None], epochs)
+        assert found([head, 0], [at_head, None], [elsewhere])
+        assert found([head, 0], [at_head, None], [epoch, elsewhere])
+        assert found([head, 0], [at_head, None], [elsewhere, epoch])
+    assert sql("select doorbell.has_news('{}', '{}', '{}', '{}')") == [(False,)]
+    sql("select doorbell.prune('0 s', 'events', keep_keys => '0 s', force => true)")
+    assert found([head, 0], [at_head, None], [epoch])  # the worker has lost what it had not acked
+    assert not found([head, 0], [at_head, None], [epoch], "ci")
+    sql("select doorbell.skip_pruned('worker', 'events')")
+    assert not found([head, 0], [at_head, None], [epoch])
 
 
 def test_an_ack_rewrites_its_row_in_place_and_touches_no_index(sql: Sql) -> None:

@@ -25,7 +25,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.waiting import Ready
 
 from doorbell_postgres import calls, watch, wire
-from doorbell_postgres.calls import Call
+from doorbell_postgres.calls import Call, News
 from doorbell_postgres.watch import ListenerState, Outcome, Status, Watch, Watchlist
 
 T = TypeVar("T")
@@ -349,13 +349,15 @@ class Listener:
 
     def _look(self, connection: Wire) -> None:
         with self._lock:
-            watches = self._list.take(time.monotonic())
+            watches, expecting = self._list.take(time.monotonic())
             questions, preview = watch.ask(watches)
         if not watches:
             return
         began = time.monotonic()
         try:
-            news = self._execute(connection, calls.peek(questions, preview=preview)) if questions else []
+            news: list[News] = []
+            if questions and (expecting or self._execute(connection, calls.has_news(questions))):
+                news = self._execute(connection, calls.peek(questions, preview=preview))
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):
                 raise

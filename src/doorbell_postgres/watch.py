@@ -158,6 +158,7 @@ class Watchlist:
         self._due: dict[Watch, float] = {}
         self._step: dict[Watch, float] = {}
         self._by_channel: defaultdict[int, set[Watch]] = defaultdict(set)
+        self._expecting = False
 
     def __len__(self) -> int:
         return len(self._due)
@@ -168,6 +169,7 @@ class Watchlist:
     def add(self, watch: Watch, now: float) -> None:
         self._due[watch] = now
         self._step[watch] = min(EARLY, watch.poll_interval)
+        self._expecting = True
         for channel_id in watch.channel_ids:
             self._by_channel[channel_id].add(watch)
 
@@ -189,6 +191,7 @@ class Watchlist:
         watches = self._by_channel.get(channel_id, ())
         for watch in watches:
             self._due[watch] = now
+            self._expecting = True
         return bool(watches)
 
     def wake_all(self, now: float) -> None:
@@ -199,19 +202,21 @@ class Watchlist:
     def next_due(self) -> float | None:
         return min(self._due.values(), default=None)
 
-    def take(self, now: float) -> list[Watch]:
-        """The watches to look at now, when any is due.
+    def take(self, now: float) -> tuple[list[Watch], bool]:
+        """The watches to look at now, when any is due, and whether there is news to expect: one has just joined or was
+        announced. Else it is a poll.
 
         Whoever is due within half its interval comes along, so that bells armed at different times soon share one
         statement per interval.
         """
         if not any(due <= now for due in self._due.values()):
-            return []
+            return [], False
+        expecting, self._expecting = self._expecting, False
         taken = [watch for watch, due in self._due.items() if due <= now + self._step[watch] / 2]
         for watch in taken:
             self._due[watch] = now + self._step[watch]
             self._step[watch] = min(watch.poll_interval, 2 * self._step[watch])
-        return taken
+        return taken, expecting
 
     def clear(self) -> list[Watch]:
         """Remove and return all of them."""

@@ -20,7 +20,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.waiting import Ready, Wait
 
 from doorbell_postgres import calls, watch, wire
-from doorbell_postgres.calls import Call
+from doorbell_postgres.calls import Call, News
 from doorbell_postgres.watch import ListenerState, Outcome, Status, Watch, Watchlist
 
 T = TypeVar("T")
@@ -358,13 +358,15 @@ class Listener:
             self._on_news()
 
     async def _look(self, connection: Wire) -> None:
-        watches = self._list.take(self._loop.time())
+        watches, expecting = self._list.take(self._loop.time())
         questions, preview = watch.ask(watches)
         if not watches:
             return
         began = self._loop.time()
         try:
-            news = await self._execute(connection, calls.peek(questions, preview=preview)) if questions else []
+            news: list[News] = []
+            if questions and (expecting or await self._execute(connection, calls.has_news(questions))):
+                news = await self._execute(connection, calls.peek(questions, preview=preview))
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):
                 raise
