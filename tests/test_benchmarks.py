@@ -122,6 +122,7 @@ def test_every_ack_that_is_counted_moves_the_cursor(dsn: str) -> None:
         assert [crew.run("ours", 0.1).count] == crew.call("acked")
 
 
+@pytest.mark.timing
 def test_rings_are_matched_with_their_posts(dsn: str) -> None:
     for which, from_begin, from_end in rings(dsn, TINY):
         assert len(from_begin) == TINY.rings, which
