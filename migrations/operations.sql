@@ -268,13 +268,13 @@ create function doorbell.prune_turns(
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
 as $$
 declare
-  v_channel bigint;
+  v_old constant timestamptz := clock_timestamp() - keep_keys;
+  v_channels bigint[];
   v_ids bigint[];
 begin
   perform doorbell._refuse(
     doorbell._interval_fault('keep_keys', keep_keys),
     case when (batch between 1 and 100000) is not true then format('batch is %s; it is 1 to 100,000', coalesce(batch::text, 'null')) end);
-  removed := 0;
   -- What a cursor has passed by a plain ack, and what lost its turn: nobody comes back for these. Whoever is at one of them
   -- just now is not waited for.
   with passed as (
@@ -293,28 +293,24 @@ begin
     using passed as p
     where (d.channel_id, d.handle, d.seq, d.turn_channel_id, d.turn_id)
         = (p.channel_id, p.handle, p.seq, p.turn_channel_id, p.turn_id);
-  for v_channel in
-    select 0 union all select c.id from doorbell.channel as c
-  loop
-    with ended as (
-      select t.channel_id, t.id
-      from doorbell.turn as t
-      where t.channel_id = v_channel and t.admitted_at < clock_timestamp() - keep_keys
-        and t.state <> 'unfinished' and (t.holder is null or not doorbell._alive(t.holder)) and t.ended_at < clock_timestamp() - keep_keys
-        and not exists (select from doorbell.delivery as d where d.turn_channel_id = t.channel_id and d.turn_id = t.id)
-      order by t.admitted_at
-      limit batch - removed
-      for update skip locked
-    ), gone as (
-      delete from doorbell.turn as t using ended as e where t.channel_id = e.channel_id and t.id = e.id returning t.id
-    )
-    select array_agg(g.id) into v_ids from gone as g;
-    continue when v_ids is null;
-    delete from doorbell.turn_step as s where s.channel_id = v_channel and s.turn_id = any (v_ids);
-    delete from doorbell.reservation as r where r.channel_id = v_channel and r.turn_id = any (v_ids);
-    removed := removed + cardinality(v_ids);
-    exit when removed >= batch;
-  end loop;
+  with ended as (
+    select t.channel_id, t.id
+    from doorbell.turn as t
+    where t.admitted_at < v_old and t.ended_at < v_old
+      and t.state <> 'unfinished' and (t.holder is null or not doorbell._alive(t.holder))
+      and not exists (select from doorbell.delivery as d where d.turn_channel_id = t.channel_id and d.turn_id = t.id)
+    order by t.admitted_at
+    limit batch
+    for update skip locked
+  ), gone as (
+    delete from doorbell.turn as t using ended as e where t.channel_id = e.channel_id and t.id = e.id returning t.channel_id, t.id
+  )
+  select array_agg(g.channel_id), array_agg(g.id) into v_channels, v_ids from gone as g;
+  delete from doorbell.turn_step as s
+    using unnest(v_channels, v_ids) as g (channel_id, id) where s.channel_id = g.channel_id and s.turn_id = g.id;
+  delete from doorbell.reservation as r
+    using unnest(v_channels, v_ids) as g (channel_id, id) where r.channel_id = g.channel_id and r.turn_id = g.id;
+  removed := coalesce(cardinality(v_ids), 0);
   more := removed >= batch;
 end
 $$;

@@ -227,6 +227,13 @@ from doorbell.cursor as cu
 left join doorbell.channel as c on c.id = cu.channel_id
 where octet_length(cu.handle) not between 1 and 255
 union all
+select 'turn out of bounds', c.name, t.handle, t.origin_seq, format('turn %s is of no event or of two, or in no state', t.id)
+from doorbell.turn as t
+left join doorbell.channel as c on c.id = t.origin_channel_id
+where num_nonnulls(t.event_id, t.event_key, t.event_seq) <> 1
+  or (t.event_id is not null) <> (t.channel_id = 0)
+  or t.state not in ('unfinished', 'finished', 'failed')
+union all
 select 'delivery without turn', c.name, d.handle, d.seq, format('there is no turn %s of channel %s', d.turn_id, d.turn_channel_id)
 from doorbell.delivery as d
 left join doorbell.channel as c on c.id = d.channel_id

@@ -248,7 +248,7 @@ PLANNED = {
 
 @pytest.mark.parametrize("planned", ["while the tables were empty", "after an analyze"])
 def test_no_call_reads_a_whole_table(sql: Sql, connect: Connect, planned: str) -> None:
-    """20,000 turns, and 20,000 settled deliveries ahead of the cursor; also with plans from when there was nothing."""
+    """20,000 turns here and on another channel, 20,000 settled deliveries there; also with plans from when there was nothing."""
     client = connect(autocommit=True)
     number = 20
 
@@ -273,6 +273,9 @@ def test_no_call_reads_a_whole_table(sql: Sql, connect: Connect, planned: str) -
         insert into doorbell.turn (channel_id, handle, event_seq, state, origin_channel_id, origin_seq)
           select c.id, 'worker', n, 'finished', c.id, n
           from doorbell.channel as c, generate_series(2, 20000) as n where c.name = 'many';
+        insert into doorbell.turn (channel_id, handle, event_seq, state, origin_channel_id, origin_seq)
+          select c.id, 'others', n, 'finished', c.id, n
+          from doorbell.channel as c, generate_series(1, 20000) as n where c.name = 'events';
         insert into doorbell.delivery (channel_id, handle, seq, turn_channel_id, turn_id, settled)
           select t.channel_id, 'worker', t.event_seq, t.channel_id, t.id, true
           from doorbell.turn as t join doorbell.channel as c on c.id = t.channel_id and c.name = 'many' where t.event_seq > 1;
@@ -287,13 +290,16 @@ def test_no_call_reads_a_whole_table(sql: Sql, connect: Connect, planned: str) -
         client.execute("select pg_stat_force_next_flush()")
         sql("select pg_stat_force_next_flush()")
         return dict(sql(
-            "select relname, seq_tup_read from pg_stat_user_tables"
+            "select relname, seq_tup_read + idx_tup_fetch from pg_stat_user_tables"
             " where schemaname = 'doorbell' and relname in ('turn', 'delivery', 'turn_step', 'reservation', 'message')"
         ))  # fmt: skip
+
+    def most_read(before: dict[str, int]) -> int:
+        return max(rows - before[table] for table, rows in read().items())
 
     for name, call in PLANNED.items():
         before = read()
         run(call)
-        assert read() == before, f"{name} reads a whole table"
+        assert most_read(before) < 1000, f"{name} reads a whole table, or a whole channel"
     client.execute("select count(error) from doorbell.turn")
-    assert read() != before, "this test would not notice"
+    assert most_read(before) >= 20_000, "this test would not notice"

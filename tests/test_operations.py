@@ -199,6 +199,10 @@ BROKEN: dict[str, tuple[list[str], list[tuple[Any, ...]]]] = {
             ("name out of bounds", "events", "h" * 256, None, "a handle of 256 bytes; 1 to 255 are allowed"),
         ],
     ),
+    "turn": (
+        [WORK[0], "update doorbell.turn set event_key = 'k'"],
+        [("turn out of bounds", "events", "worker", 3, "turn 1 is of no event or of two, or in no state")],
+    ),
     "delivery without turn": (
         [WORK[0], "delete from doorbell.turn"],
         [("delivery without turn", "events", "worker", 3, "there is no turn 1 of channel 1")],
