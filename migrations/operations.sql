@@ -463,10 +463,14 @@ create function doorbell.grant_role(role_name text, operator boolean default fal
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 as $$
 begin
-  perform doorbell._refuse(
-    case when not exists (select from pg_roles as r where r.rolname = grant_role.role_name)
-      then format('there is no role %s', coalesce(quote_literal(grant_role.role_name), 'null')) end,
-    case when grant_role.operator is null then 'operator is null' end);
+  if not exists (select from pg_roles as r where r.rolname = grant_role.role_name) then
+    raise exception using
+      errcode = 'RB001',
+      message = format('there is no role %s.', coalesce(quote_literal(grant_role.role_name), 'null')),
+      detail = 'A role is let in by its exact name, as pg_roles shows it.',
+      hint = format('Create it first: create role %I login; nothing was changed.', coalesce(grant_role.role_name, 'name'));
+  end if;
+  perform doorbell._refuse(case when grant_role.operator is null then 'operator is null' end);
   insert into doorbell.role_grant as g (role_name, agent, operator)
     values (grant_role.role_name, not grant_role.operator, grant_role.operator)
     on conflict on constraint role_grant_pkey do update

@@ -197,7 +197,7 @@ def why(exc: BaseException) -> str:
     """What the server or libpq said, as one line, without what only a developer of psycopg wants to see."""
     said = exc.diag.message_primary if isinstance(exc, psycopg.Error) and exc.diag.message_primary else str(exc)
     said = re.sub(r"^connection failed: ", "", said)
-    return sanitize(said, max_len=500).rstrip(".")
+    return sanitize(said, max_len=500).rstrip(".?")  # it is quoted inside a sentence
 
 
 def unreachable(exc: psycopg.Error) -> DoorbellError:
