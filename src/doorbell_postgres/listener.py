@@ -151,12 +151,11 @@ class Listener:
             self.run(calls.hello(), timeout)  # only a connection tells whether there is a pooler
         return False if self._pooled else self.run(calls.hold_session(token), timeout)
 
-    def announced(self, channel_ids: list[int]) -> None:
+    def announced(self, channel_id: int) -> None:
         """This process has posted there: look without waiting for the database to say so."""
         with self._lock:
-            now = time.monotonic()
-            watched = [self._list.announced(channel_id, now) for channel_id in channel_ids]
-        if any(watched):
+            watched = self._list.announced(channel_id, time.monotonic())
+        if watched:
             self._wake()
 
     def close(self, timeout: float = 1.0) -> None:

@@ -87,11 +87,8 @@ class Pool:
         connection = self.borrow(timeout)
         try:
             yield connection
-        except psycopg.Error as exc:
+        except BaseException as exc:
             self.give_back(connection, exc)
-            raise
-        except BaseException:
-            self.give_back(connection)
             raise
         self.give_back(connection)
 
@@ -117,9 +114,9 @@ class Pool:
             with self._lock:
                 self._asking -= 1
 
-    def give_back(self, connection: Pooled, failure: psycopg.Error | None = None) -> None:
+    def give_back(self, connection: Pooled, failure: BaseException | None = None) -> None:
         """To whoever asks for one, else kept for the next call."""
-        if failure is not None and wire.spoils_connection(failure):
+        if wire.spoils_connection(failure):
             connection.close()
         if connection.pgconn.transaction_status == TransactionStatus.IDLE:
             with self._lock:

@@ -105,7 +105,7 @@ class Store:
         if conn is not None:
             call = calls.post(message, notify=self._announces, lock_timeout=self._lock_timeout)
             return (self._run(call, conn)).message
-        self.check_usable()
+        self.check_usable()  # before its lock, which a fork may have copied as taken
         return self._sharing.post(message, self._post_alone, self._post_together).message
 
     def post_many(
@@ -120,8 +120,8 @@ class Store:
             lock_timeout=self._lock_timeout,
         )
         posted = self._run(call, conn)
-        if conn is None:
-            self._posted(posted)
+        if conn is None and posted:
+            self._posted(posted[0])
         return [each.message for each in posted]
 
     def messages_after(self, channel: str, after_seq: int, *, limit: int = 100) -> list[Message]:
@@ -212,9 +212,15 @@ class Store:
         while True:
             sent = False
             try:
-                with self._pool.connection(attempts.remaining() if attempts else self._retry_for) as connection:
+                connection = self._pool.borrow(attempts.remaining() if attempts else self._retry_for)
+                try:
                     sent = True
-                    return _send(connection, call)
+                    result = _send(connection, call)
+                except BaseException as exc:
+                    self._pool.give_back(connection, exc)
+                    raise
+                self._pool.give_back(connection)
+                return result
             except psycopg.Error as exc:
                 attempts = attempts or wire.Attempts(call, began + self._retry_for)
                 time.sleep(attempts.after(exc, sent=sent))
@@ -222,14 +228,14 @@ class Store:
     def _post_alone(self, message: Outgoing) -> Posted:
         announce = self._announces and self._notifier.is_free()
         posted = self._run(calls.post_combined(message, announce=announce, lock_timeout=self._lock_timeout))
-        self._posted([posted], announced=announce)
+        self._posted(posted, announced=announce)
         return posted
 
     def _post_together(self, messages: list[Outgoing]) -> list[Posted]:
         if len(messages) == 1:
             return [self._post_alone(messages[0])]
         posted = self._run(calls.post_together(messages, lock_timeout=self._lock_timeout))
-        self._posted(posted)
+        self._posted(posted[0])
         return posted
 
     def peek(self, call: Call[T]) -> T:
@@ -246,16 +252,17 @@ class Store:
         if self._closed:
             raise wire.closed()
 
-    def _posted(self, posted: list[Posted], *, announced: bool = False) -> None:
-        """After the commit: tell the bells of this process directly and, where one may wait elsewhere, the notifier."""
-        if not posted:
-            return
-        self.listener.announced([posted[0].channel_id])
-        if self._announces and any(each.armed for each in posted):
+    def _posted(self, posted: Posted, *, announced: bool = False) -> None:
+        """After a commit: tell the bells of this process directly and, where one may wait elsewhere, the notifier.
+
+        What one call has posted together is in one channel, and one of them stands for all.
+        """
+        self.listener.announced(posted.channel_id)
+        if posted.armed and self._announces:
             if announced:
                 self._notifier.rest()
             else:
-                self._notifier.announce([posted[0].channel_id])
+                self._notifier.announce([posted.channel_id])
         _notify(self.activity)
 
     @staticmethod

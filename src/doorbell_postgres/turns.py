@@ -125,7 +125,7 @@ class Turn:
         result = store._run(call, conn)
         self.posts = result.posts
         if conn is None:
-            store._posted([result.posted])
+            store._posted(result.posted)
         return result.posted.message
 
     def finish(self, *, conn: Connection | None = None) -> None:
@@ -168,7 +168,7 @@ class Turn:
         if conn is None:
             self._owned, self._ended, self.failed, self.error = False, True, True, admission.error_line(error)
             if posted is not None:
-                store._posted([posted])
+                store._posted(posted)
         return None if posted is None else posted.message
 
     def release(self, error: str | BaseException | None = None) -> None:

@@ -175,11 +175,9 @@ class Listener:
             if not job.future.cancelled():
                 job.future.exception()  # seen, also by one that was cancelled before it could look
 
-    def announced(self, channel_ids: list[int]) -> None:
+    def announced(self, channel_id: int) -> None:
         """This process has posted there: look without waiting for the database to say so."""
-        now = self._loop.time()
-        watched = [self._list.announced(channel_id, now) for channel_id in channel_ids]
-        if any(watched):
+        if self._list.announced(channel_id, self._loop.time()):
             self._wake()
 
     async def close(self, timeout: float = 1.0) -> None:

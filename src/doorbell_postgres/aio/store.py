@@ -32,6 +32,8 @@ T = TypeVar("T")
 Connection = psycopg.AsyncConnection[Any]
 log = logging.getLogger("doorbell_postgres")
 
+# How long a connection may be kept out of the pool, in seconds.
+KEEP = 60.0
 # How long the server is given to end the query of a call that was cancelled; after that its connection is given up.
 SETTLE = 1.0
 
@@ -130,6 +132,11 @@ class Link:
         )
         self.listener = Listener(settings.dsn, settings.options, listen=settings.announces, on_news=activity.tell)
         self.notifier = Notifier(self._announce)
+        # The connection that was used last, and how many tasks are asking the pool for one.
+        self._kept: Connection | None = None
+        self._asking = 0
+        self._keeps_until = time.monotonic() + KEEP
+        self._closing = False
         # Connections on their way from and to the pool: nobody's cancellation may stop these.
         self._moving: set[asyncio.Task[Any]] = set()
 
@@ -142,17 +149,44 @@ class Link:
     @asynccontextmanager
     async def connection(self, timeout: float) -> AsyncIterator[Connection]:
         """A connection of the pool. Cancelled at any point, it gets back there."""
-        connection = await self._borrow(timeout)
+        connection, self._kept = self._kept, None
+        if connection is None or wire.staleness(connection.fileno())():
+            if connection is not None:
+                await connection.close()
+                self._move(self._pool.putconn(connection))
+            connection = await self._borrow(timeout)
         try:
             yield connection
-        except psycopg.Error as exc:
+        except BaseException as exc:
             if wire.spoils_connection(exc):
                 await connection.close()
             raise
         finally:
-            await asyncio.shield(self._move(self._pool.putconn(connection)))
+            if not self._keeps(connection):
+                await asyncio.shield(self._move(self._pool.putconn(connection)))
+
+    def _keeps(self, connection: Connection) -> bool:
+        """Where nobody waits for it, keep it for the next call: the pool's way there and back costs as much as a call.
+
+        About once a minute it goes back all the same, so that the pool sees to its age.
+        """
+        if connection.pgconn.transaction_status != TransactionStatus.IDLE or self._asking or self._kept or self._closing:
+            return False
+        now = time.monotonic()
+        if now >= self._keeps_until:
+            self._keeps_until = now + KEEP
+            return False
+        self._kept = connection
+        return True
 
     async def _borrow(self, timeout: float) -> Connection:
+        self._asking += 1
+        try:
+            return await self._ask(timeout)
+        finally:
+            self._asking -= 1
+
+    async def _ask(self, timeout: float) -> Connection:
         asking = self._move(self._pool.getconn(timeout=min(max(wire.POOL_LEAST, timeout), wire.POOL_PATIENCE)))
         try:
             return await asyncio.shield(asking)
@@ -182,6 +216,10 @@ class Link:
         """Announce what is pending, end every wait, let the connections go: within 2.5 s."""
         _OPEN.discard(self)
         await asyncio.gather(self.notifier.close(), self.listener.close())
+        self._closing = True
+        if self._kept is not None:
+            self._move(self._pool.putconn(self._kept))
+            self._kept = None
         self._dialer.stop()
         await self._pool.close(timeout=0.5)
         if self._moving:
@@ -193,7 +231,7 @@ class Link:
 
     def close_soon(self) -> None:
         """Nobody holds the bus any more."""
-        self._closing = self.loop.create_task(self.close(), name="doorbell-close")
+        self._last = self.loop.create_task(self.close(), name="doorbell-close")
 
     def hang_up(self) -> None:
         """For a loop that is closed: nothing can be awaited any more."""
@@ -336,8 +374,8 @@ class AsyncStore:
             lock_timeout=self._lock_timeout,
         )
         posted = await self._run(call, conn)
-        if conn is None:
-            self._posted(posted)
+        if conn is None and posted:
+            self._posted(posted[0])
         return [each.message for each in posted]
 
     async def messages_after(self, channel: str, after_seq: int, *, limit: int = 100) -> list[Message]:
@@ -458,14 +496,14 @@ class AsyncStore:
     async def _post_alone(self, message: Outgoing) -> Posted:
         announce = self._announces and (await self.opened()).notifier.is_free()
         posted = await self._run(calls.post_combined(message, announce=announce, lock_timeout=self._lock_timeout))
-        self._posted([posted], announced=announce)
+        self._posted(posted, announced=announce)
         return posted
 
     async def _post_together(self, messages: list[Outgoing]) -> list[Posted]:
         if len(messages) == 1:
             return [await self._post_alone(messages[0])]
         posted = await self._run(calls.post_together(messages, lock_timeout=self._lock_timeout))
-        self._posted(posted)
+        self._posted(posted[0])
         return posted
 
     async def peek(self, call: Call[T]) -> T:
@@ -481,16 +519,17 @@ class AsyncStore:
         if self._closed:
             raise wire.closed()
 
-    def _posted(self, posted: list[Posted], *, announced: bool = False) -> None:
-        """After the commit: tell the bells of this process directly and, where one may wait elsewhere, the notifier."""
-        if not posted or (link := self._link()) is None:
+    def _posted(self, posted: Posted, *, announced: bool = False) -> None:
+        """After a commit: tell the bells of this process directly and, where one may wait elsewhere, the notifier."""
+        link = self._link()
+        if link is None:
             return
-        link.listener.announced([posted[0].channel_id])
-        if self._announces and any(each.armed for each in posted):
+        link.listener.announced(posted.channel_id)
+        if posted.armed and self._announces:
             if announced:
                 link.notifier.rest()
             else:
-                link.notifier.announce([posted[0].channel_id])
+                link.notifier.announce([posted.channel_id])
         self._activity.tell()
 
     def tell_activity(self) -> None:
