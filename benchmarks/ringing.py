@@ -171,7 +171,7 @@ class Sessions:
         arm = calls.arm([floor.channel_id], [])
         assert arm.read(connection.execute(arm.sql, arm.params).fetchall()) == []
         question = calls.Question(handle, floor.channel_id, floor.seq, floor.created_at, floor.epoch)
-        poll = calls.peek([question], preview=4_096)
+        poll = calls.has_news([question])
         sql = psycopg.ClientCursor(connection).mogrify(poll.sql, poll.params)
         connection.pgconn.prepare(b"poll", sql.encode())
         return connection
