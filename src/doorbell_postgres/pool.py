@@ -116,7 +116,7 @@ class Pool:
 
     def give_back(self, connection: Pooled, failure: BaseException | None = None) -> None:
         """To whoever asks for one, else kept for the next call."""
-        if wire.spoils_connection(failure):
+        if failure is not None and wire.spoils_connection(failure):
             connection.close()
         if connection.pgconn.transaction_status == TransactionStatus.IDLE:
             with self._lock:

@@ -132,13 +132,12 @@ class Sharing:
     def _pass_on(self, channel: str) -> None:
         with self._lock:
             waiting = self._in_use[channel]
-            batch = take(waiting)
-            if batch:
-                batch[0].carries = batch
-            else:
+            if not waiting:
                 del self._in_use[channel]
-        if batch:
-            batch[0].turn.release()
+                return
+            batch = take(waiting)
+            batch[0].carries = batch
+        batch[0].turn.release()
 
     @staticmethod
     def _lead(batch: list[_Waiting]) -> None:

@@ -248,7 +248,8 @@ class Store:
             raise wire.forked()
 
     def check_usable(self) -> None:
-        self.check_fork()
+        if self._pid != os.getpid():
+            raise wire.forked()
         if self._closed:
             raise wire.closed()
 

@@ -300,7 +300,7 @@ class Attempts:
         return delay
 
 
-def spoils_connection(exc: BaseException | None) -> bool:
+def spoils_connection(exc: BaseException) -> bool:
     """Whether the connection leads to the wrong server: one that turned read-only is no primary any more."""
     return isinstance(exc, psycopg.errors.ReadOnlySqlTransaction)
 
