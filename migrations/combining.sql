@@ -8,6 +8,7 @@
 -- Truth.    A post is in the log when the commit that numbered it is flushed; that one is flushed whatever synchronous_commit
 --           its session has asked for. A staged row without an answer is in no log: who gives up removes it first, so that
 --           "not posted" is true. A crash of the server empties the table; nobody was told that one of those was posted.
+-- Names.    post_combined runs as its caller, with the caller's search_path: what looks like an operator in it would be the caller's.
 -- Left.     A session that ends while it waits leaves its row: whoever comes next may still number it until it expires, and
 --           prune removes it. Its client was told nothing, and with a key may post again.
 
@@ -20,7 +21,7 @@ language plpgsql volatile set search_path = pg_catalog, pg_temp
 as $$
 begin
   insert into doorbell.staged as s (channel_id, expires_at, sender, body, headers, idempotency_key)
-    values (_stage.channel_id, clock_timestamp() + lock_timeout_ms * interval '1 ms', _stage.sender, _stage.body,
+    values (_stage.channel_id, clock_timestamp() + coalesce(lock_timeout_ms, 5000) * interval '1 ms', _stage.sender, _stage.body,
             _stage.headers, _stage.idempotency_key)
     returning s.ticket into ticket;
 end
@@ -40,6 +41,7 @@ declare
   v_expires timestamptz;
   v_head bigint;
   v_time timestamptz;
+  v_armed boolean;
 begin
   select s.expires_at into v_expires
     from doorbell.staged as s
@@ -51,6 +53,8 @@ begin
   perform from doorbell.channel as c where c.id = channel_id for no key update;
   v_head := doorbell._head(channel_id);
   v_time := clock_timestamp();
+  -- Each is told, and announces for itself: this session may not want to, or may not live to do it.
+  v_armed := doorbell._armed(channel_id);
   with waiting as materialized (
     select s.ticket, s.sender, s.body, s.headers, s.idempotency_key
     from doorbell.staged as s
@@ -80,7 +84,8 @@ begin
       order by n.seq
   )
   update doorbell.staged as s
-    set seq = coalesce(p.old_seq, n.seq), created_at = coalesce(p.old_time, v_time), posted = p.old_seq is null and p.first = p.ticket
+    set seq = coalesce(p.old_seq, n.seq), created_at = coalesce(p.old_time, v_time), posted = p.old_seq is null and p.first = p.ticket,
+        armed = v_armed and p.old_seq is null and p.first = p.ticket
     from placed as p
     left join numbered as n on n.ticket = p.first
     where s.channel_id = _number_staged.channel_id and s.ticket = p.ticket and s.ticket between v_first and v_last;
@@ -104,7 +109,8 @@ create function doorbell.collect(
   out original_body text,
   out original_headers jsonb,
   out failure text,
-  out failure_reason text
+  out failure_message text,
+  out failure_hint text
 )
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
 as $$
@@ -114,17 +120,16 @@ begin
   if lock_timeout_ms is distinct from 5000 then
     perform set_config('lock_timeout', lock_timeout_ms::text, true);
   end if;
-  armed := false;
   begin
     perform pg_advisory_xact_lock(85::bigint << 56 | channel_id);
-  exception when lock_not_available or query_canceled then
+  exception when query_canceled or others then
     failure := sqlstate;
-    failure_reason := sqlerrm;
+    failure_message := sqlerrm || '.';
   end;
 
   delete from doorbell.staged as s
     where s.channel_id = collect.channel_id and s.ticket = collect.ticket and s.backend = pg_backend_pid() and s.seq is not null
-    returning s.seq, s.created_at, s.posted into seq, created_at, posted;
+    returning s.seq, s.created_at, s.posted, s.armed into seq, created_at, posted, armed;
   if not found and failure is null then
     -- Should another one's be what cannot be written, it fails alone.
     foreach v_reach in array array[256, 0] loop
@@ -132,32 +137,30 @@ begin
         perform doorbell._number_staged(channel_id, ticket, v_reach);
         failure := null;
         exit;
-      exception
-        when lock_not_available or query_canceled then
-          failure := sqlstate;
-          failure_reason := sqlerrm;
-          exit;
-        when others then
-          failure := sqlstate;
-          failure_reason := sqlerrm;
+      exception when query_canceled or others then
+        failure := sqlstate;
+        failure_message := sqlerrm || '.';
+        exit when failure in ('55P03', '57014');
       end;
     end loop;
-    armed := failure is null and doorbell._armed(channel_id);
   end if;
 
-  -- This one's own answer is taken, or the post is given up: whoever is numbering it just now is waited for.
+  -- Its own answer is taken, or the post is given up: whoever is numbering it just now is waited for.
   if seq is null then
     begin
       delete from doorbell.staged as s
         where s.channel_id = collect.channel_id and s.ticket = collect.ticket and s.backend = pg_backend_pid()
-        returning s.seq, s.created_at, s.posted into seq, created_at, posted;
+        returning s.seq, s.created_at, s.posted, s.armed into seq, created_at, posted, armed;
       if not found then
         failure := 'RB008';
-        failure_reason := 'the staged post is gone';
+        failure_message := 'the staged post is gone.';
+      elsif seq is null and failure is null then
+        failure := '55P03'; -- somebody else held the row
+        failure_message := 'the staged post was locked.';
       end if;
-    exception when lock_not_available or query_canceled then
+    exception when query_canceled or others then
       failure := 'RB008';
-      failure_reason := 'the commit that may have numbered the post has not ended';
+      failure_message := 'the commit that may have numbered the post has not ended.';
     end;
   end if;
   if seq is not null then
@@ -167,6 +170,10 @@ begin
         from doorbell.message as m
         where m.channel_id = collect.channel_id and m.seq = collect.seq;
     end if;
+  elsif failure = 'RB008' then
+    failure_hint := 'Look whether it is in the log before you post it again; with a key, post it again.';
+  else
+    failure_hint := 'Nothing was posted.';
   end if;
 end
 $$;
@@ -174,8 +181,8 @@ $$;
 -- Appends one message as doorbell.post does, sharing the flush with others that are posting to the channel.
 --
 -- Call it outside a transaction block: it commits, and where the channel is busy does so twice. In a block a busy channel
---   raises 2D000, and nothing is posted. With announce, bells that may wait are told, in a transaction that flushes nothing,
---   unless the queue is half full. created_at is in seconds since 1970.
+--   raises 2D000, and nothing is posted. With announce, bells that may wait are told, in a transaction that flushes nothing;
+--   whatever happens to that, the post is in the log. created_at is in seconds since 1970.
 -- Errors: as doorbell.post; RB008 the outcome is not known (with a key the post may be sent again).
 create procedure doorbell.post_combined(
   channel text,
@@ -206,10 +213,7 @@ begin
     p := doorbell.collect(channel_id, p.ticket, lock_timeout_ms);
     if p.failure is not null then
       commit;
-      raise exception using
-        errcode = p.failure,
-        message = p.failure_reason || '.',
-        hint = case p.failure when 'RB008' then 'Look whether it is in the log before you post it again; with a key, post it again.' else '' end;
+      raise exception using errcode = p.failure, message = p.failure_message, hint = p.failure_hint;
     end if;
   end if;
   seq := p.seq;
@@ -221,10 +225,13 @@ begin
     original_body := p.original_body;
     original_headers := p.original_headers;
   end if;
-  -- A full queue would fail the call, and the post is in the log by now.
-  if armed and announce and pg_catalog.pg_notification_queue_usage() < 0.5 then
+  if armed and announce then
     commit;
-    perform doorbell.announce(array[channel_id]);
+    begin
+      perform doorbell.announce(array[channel_id]);
+    exception when query_canceled or others then
+      null; -- the post is in the log; bells find it by polling
+    end;
   end if;
 end
 $$;

@@ -393,10 +393,11 @@ $$;
 
 -- Announces new messages of these channels to the bells that wait. Called after the commit of the posts, in a transaction
 -- of its own: a pending notification holds a cluster-wide lock while its transaction commits, and this one flushes nothing.
+-- Nothing is announced while the queue is nearly full: that would fail the commit, and bells poll.
 create function doorbell.announce(channel_ids bigint[]) returns void
 language sql volatile security definer set search_path = pg_catalog, pg_temp
 as $$
-  select pg_notify('doorbell', c.id::text) from unnest(channel_ids) as c (id)
+  select pg_notify('doorbell', c.id::text) from unnest(channel_ids) as c (id) where pg_notification_queue_usage() < 0.9
 $$;
 
 

@@ -23,6 +23,7 @@ create unlogged table doorbell.staged (
   seq bigint,
   created_at timestamptz,
   posted boolean,
+  armed boolean,
   primary key (channel_id, ticket)
 ) with (
   -- The answer is written into the row, in its page (HOT). A vacuum must not take the lock that truncation wants.
@@ -36,7 +37,7 @@ comment on table doorbell.staged is 'Posts that wait for their number because th
 comment on column doorbell.staged.ticket is 'The order of arrival.';
 comment on column doorbell.staged.backend is 'The session that waits for the answer, and the only one that may take it.';
 comment on column doorbell.staged.expires_at is 'After this the post gets no number any more.';
-comment on column doorbell.staged.seq is 'The answer, with created_at and posted: the message under which this post is in the log.';
+comment on column doorbell.staged.seq is 'The answer, with created_at, posted and armed: the message under which this post is in the log.';
 
 -- A check is parsed again by every statement that writes a row: three of them were a third of what a turn costs the server.
 -- Only functions write here, and doorbell.violations shows what the checks would have refused.

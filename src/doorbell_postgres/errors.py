@@ -115,6 +115,12 @@ def is_transient(sqlstate: str | None, *, connection_lost: bool) -> bool:
     return sqlstate in _TRANSIENT or sqlstate.startswith("08")
 
 
-def leaves_outcome_open(sqlstate: str | None) -> bool:
-    """Whether a statement that failed this way may have committed all the same: its answer was lost, not refused."""
-    return sqlstate is None or sqlstate.startswith("08") or sqlstate in {"57P01", "57P02", "57P05"}
+def leaves_outcome_open(sqlstate: str | None, *, commits: bool = False) -> bool:
+    """Whether a call that failed this way may have taken effect all the same: its answer was lost, not refused.
+
+    `commits`: the call commits on its way. Then what ends it later (a time limit, a resource that ran out) does not undo
+    what was committed before.
+    """
+    if sqlstate is None or sqlstate.startswith("08") or sqlstate in {"57P01", "57P02", "57P05"}:
+        return True
+    return commits and (sqlstate in {CANCELED, "25P03", "25P04"} or sqlstate.startswith("53"))

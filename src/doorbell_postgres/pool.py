@@ -98,7 +98,12 @@ class Pool:
             kept, self._kept = self._kept, None
             self._asking += kept is None
         if kept is not None:
-            if not kept.is_stale():
+            try:
+                stale = kept.is_stale()
+            except BaseException:  # Ctrl-C
+                self.give_back(kept)
+                raise
+            if not stale:
                 return kept
             kept.close()
             self._pool.putconn(kept)

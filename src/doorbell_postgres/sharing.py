@@ -75,6 +75,9 @@ class Sharing:
         self, message: Outgoing, alone: Callable[[Outgoing], Posted], together: Callable[[list[Outgoing]], list[Posted]]
     ) -> Posted:
         """`alone` posts one message, `together` several of one channel in one commit. Returns when this one is posted."""
+        if threading.current_thread() is threading.main_thread():
+            # Signal handlers run here, and what they raise (Ctrl-C) comes at any point: nobody may depend on this thread.
+            return alone(message)
         with self._lock:
             waiting = self._in_use.get(message.channel)
             if waiting is None:
@@ -87,25 +90,14 @@ class Sharing:
                 return alone(message)
             finally:
                 self._pass_on(message.channel)
-        try:
-            if not mine.turn.acquire(timeout=PATIENCE):
-                with self._lock:
-                    late = mine in waiting
-                    if late:
-                        waiting.remove(mine)
-                if late:
-                    return alone(message)
-                mine.turn.acquire()
-        except BaseException:  # Ctrl-C: nobody may be left waiting for this thread
+        if not mine.turn.acquire(timeout=PATIENCE):
             with self._lock:
-                if mine in waiting:
+                late = mine in waiting
+                if late:
                     waiting.remove(mine)
-                others = mine.carries[1:]
-            if others:
-                self._lead(others)
-            elif mine.carries:
-                self._pass_on(message.channel)
-            raise
+            if late:
+                return alone(message)
+            mine.turn.acquire()
         if mine.carries:
             self._carry(mine.carries, together)
         if mine.posted is None:
@@ -137,9 +129,4 @@ class Sharing:
                 return
             batch = take(waiting)
             batch[0].carries = batch
-        batch[0].turn.release()
-
-    @staticmethod
-    def _lead(batch: list[_Waiting]) -> None:
-        batch[0].carries = batch
         batch[0].turn.release()
