@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from psycopg.conninfo import make_conninfo
 
 from doorbell_postgres import ChannelBusy, DatabaseUnavailable, MessageBus, OutcomeUnknown, throwaway
 from support import Api, Processes, background, eventually, waiting_in_database, workers
@@ -189,6 +190,73 @@ def test_a_bus_says_of_a_cancelled_post_what_it_knows(api: Api, bus: Any, open_b
     holding.rollback()
 
 
+def test_a_staged_post_whose_row_is_held(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+    """Its number cannot be written back, so it gets none: refused, not answered with nothing."""
+    bus.post("events", "zero", sender="ci")
+    holding = holder()
+    first = combined(connect, "first")
+    waiting_in_database(sql)
+    held = combined(connect, "held")
+    staged(sql, 1)
+    vandal = connect()
+    vandal.execute("select from doorbell.staged for update")
+    holding.rollback()
+    first.result(10)
+    waiting_in_database(sql)  # it wants its row back
+    vandal.rollback()
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        held.result(10)
+    assert log(sql) == [(1, "zero"), (2, "first")]
+
+
+def test_each_is_told_of_a_bell(api: Api, bus: Any, sql: Sql, connect: Connect, holder: Any) -> None:
+    """Who numbers for others may not announce, or may not live to do it."""
+    bus.subscribe("worker", "events")
+    bus.post("events", "zero", sender="ci")
+    bell = api.Doorbell(bus, "worker", poll_interval=60)
+    waiting = background(bell.wait, 60)
+    assert waiting.result(10).seq == 1
+    waiting = background(bell.wait, 60)
+    eventually(lambda: sql("select count(*) > 0 from pg_locks where locktype = 'advisory' and mode = 'ShareLock'")[0][0])
+    holding = holder()
+    quiet = [connect(autocommit=True) for _ in range(3)]
+    posts = []
+    for n, connection in enumerate(quiet):
+        call = "call doorbell.post_combined('events', 'body', 'ci', announce => false)"
+        posts.append(background(lambda c=connection, call=call: c.execute(call).fetchone()))
+        waiting_in_database(sql, n + 1)
+    holding.rollback()
+    assert [post.result(10)[4] for post in posts] == [True, True, True]
+    sql("select doorbell.announce(%s)", [posts[1].result()[0]])
+    assert waiting.result(10).seq == 2
+
+
+@pytest.mark.parametrize("setting", ["transaction_timeout", "idle_in_transaction_session_timeout", "statement_timeout"])
+def test_a_time_limit_of_the_role_while_a_post_is_staged(
+    api: Api, dsn: str, bus: Any, open_bus: OpenBus, sql: Sql, holder: Any, setting: str
+) -> None:
+    """Whatever the client is told, its post is in the log at most once."""
+    if not sql("select from pg_settings where name = %s", setting):
+        pytest.skip(f"this server has no {setting}")
+    bus.post("events", "zero", sender="ci")
+    limited = open_bus(dsn=make_conninfo(dsn, options=f"-c {setting}=700"), retry_for=5)
+    holding = holder()
+    first = background(bus.post, "events", "first", sender="ci")
+    waiting_in_database(sql)
+    post = background(limited.post, "events", "limited", sender="ci")
+    staged(sql, 1)
+    if setting == "idle_in_transaction_session_timeout":  # it is not idle
+        holding.rollback()
+        assert post.result(10).seq == 3
+    else:
+        with pytest.raises(OutcomeUnknown):
+            post.result(20)
+        holding.rollback()
+    first.result(10)
+    bus.post("events", "last", sender="ci")
+    assert [body for _, body in log(sql)].count("limited") <= 1
+
+
 def test_a_row_that_cannot_be_written_fails_alone(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
     bus.post("events", "zero", sender="ci")
     sql("alter table doorbell.message add constraint test check (body <> 'bad')")
@@ -330,6 +398,16 @@ def in_use(bus: Any, sql: Sql, holder: Any, posts: list[dict[str, Any]]) -> tupl
         others.append(background(bus.post, "events", sender="ci", **post))
         eventually(lambda n=n: len(getattr(queue, "waiting", waiting)) == n + 1)
     return holding, first, others
+
+
+def test_the_main_thread_waits_for_no_other_post(bus: MessageBus, sql: Sql, holder: Any) -> None:
+    """What a signal handler raises there, at any point, can leave nobody waiting."""
+    bus.post("events", "zero", sender="ci")
+    holding, first, others = in_use(bus, sql, holder, [{"body": "other"}])
+    released = background(lambda: (staged(sql, 1), holding.rollback()))
+    assert bus.post("events", "main", sender="ci").seq in (3, 4)  # it was staged in the database, by itself
+    released.result(10)
+    assert {first.result(10).seq, others[0].result(10).seq} <= {2, 3, 4}
 
 
 def test_posts_of_one_process_share_a_call(api: Api, bus: Any, sql: Sql, holder: Any) -> None:

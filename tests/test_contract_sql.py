@@ -231,7 +231,10 @@ def test_look_alikes_and_a_hostile_search_path_change_nothing(sql: Sql, connect:
           as $$ select evil.fail() $$;
         create function evil.plus(bigint, integer) returns bigint language sql
           as $$ select 1::bigint where evil.fail() $$;
+        create function evil.less(double precision, numeric) returns boolean language sql
+          as $$ select evil.fail() $$;
         create operator evil.= (leftarg = text, rightarg = text, function = evil.same);
+        create operator evil.< (leftarg = double precision, rightarg = numeric, function = evil.less);
         create operator evil.+ (leftarg = bigint, rightarg = integer, function = evil.plus);
         create table evil.channel (id bigint, name text);
         create temporary table channel (id bigint, name text, created_at timestamptz);
@@ -246,6 +249,7 @@ def test_look_alikes_and_a_hostile_search_path_change_nothing(sql: Sql, connect:
     for name, call in sorted(CALLS.items()):
         if name != "unsubscribe":
             hostile.execute(call.encode())
+    hostile.execute("call doorbell.post_combined('combined', 'body', 'ci')")
     assert hostile.execute("select seq from doorbell.post('events', 'last', 'ci', lock_timeout_ms => 100)").fetchone() == (7,)
     assert sql("select seq, body from doorbell.unacked('worker')") == [
         (3, "three"),

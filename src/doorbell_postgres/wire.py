@@ -281,12 +281,12 @@ class Attempts:
         call, state = self._call, exc.sqlstate
         busy = state == errors.LOCK_TIMEOUT and call.posts is None
         lost = isinstance(exc, psycopg.OperationalError)
-        if sent and not call.repeatable and errors.leaves_outcome_open(state, commits=call.commits):
-            if state is not None or lost:
-                raise OutcomeUnknown(
-                    f"The call ended before its answer came ({why(exc)}): the change may or may not be in the database. "
-                    "Look before sending it again; a post with an idempotency_key is retried safely."
-                ) from exc
+        unanswered = (state is not None or lost) and errors.leaves_outcome_open(state, commits=call.commits)
+        if sent and unanswered and not call.repeatable:
+            raise OutcomeUnknown(
+                f"The call ended before its answer came ({why(exc)}): the change may or may not be in the database. "
+                "Look before sending it again; a post with an idempotency_key is retried safely."
+            ) from exc
         if not (busy or errors.is_transient(state, connection_lost=lost)):
             raise translate(exc, call) from None
         delay = self._delay * random.uniform(0.5, 1.0)
