@@ -21,7 +21,7 @@ from doorbell_postgres.calls import Call, Outgoing, Posted, ReadTimes
 from doorbell_postgres.contract import Backlog, Draft, Message, Notify, Start
 from doorbell_postgres.listener import Listener
 from doorbell_postgres.notifier import Notifier
-from doorbell_postgres.pool import Connection, Pool, Pooled
+from doorbell_postgres.pool import Connection, Pool
 from doorbell_postgres.sharing import Sharing
 
 T = TypeVar("T")
@@ -215,7 +215,7 @@ class Store:
                 connection = self._pool.borrow(attempts.remaining() if attempts else self._retry_for)
                 try:
                     sent = True
-                    result = _send(connection, call)
+                    result = call.read(connection.send(call.sql, call.params))
                 except BaseException as exc:
                     self._pool.give_back(connection, exc)
                     raise
@@ -285,7 +285,8 @@ class Store:
 
 def _announce(pool: Pool, channel_ids: list[int]) -> None:
     with pool.connection(timeout=1.0) as connection:
-        _send(connection, calls.announce(channel_ids))
+        call = calls.announce(channel_ids)
+        connection.send(call.sql, call.params)
 
 
 def _notify(activity: threading.Condition) -> None:
@@ -294,12 +295,8 @@ def _notify(activity: threading.Condition) -> None:
 
 
 def _send(connection: Connection, call: Call[T]) -> T:
-    # On a caller's connection a cursor of our own kind: it may have been given another row factory.
-    cursor = connection.calls if isinstance(connection, Pooled) else psycopg.Cursor(connection, row_factory=tuple_row)
-    rows = cursor.execute(call.sql, call.params).fetchall()
-    if len(rows) > 1:
-        connection.__dict__.pop("calls", None)  # its result would stay in memory until the next call
-    return call.read(rows)
+    """On a connection of the caller's, which may have been given another row factory."""
+    return call.read(psycopg.Cursor(connection, row_factory=tuple_row).execute(call.sql, call.params).fetchall())
 
 
 def _shut(pid: int, notifier: Notifier, listener: Listener, pool: Pool) -> None:
