@@ -12,6 +12,7 @@ It uses nothing but processes and JSON, so that it reads the same in any languag
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -77,7 +78,11 @@ def main(handle: str, program: list[str]) -> int:
 
 if __name__ == "__main__":
     if len(sys.argv) < 3:
-        sys.exit("usage: harness.py HANDLE PROGRAM [ARGUMENT ...]")
+        say("usage: harness.py HANDLE PROGRAM [ARGUMENT ...]")
+        sys.exit(USAGE)
+    if shutil.which(sys.argv[2]) is None:
+        say(f"{sys.argv[2]!r} is no program that can be run")
+        sys.exit(USAGE)
     try:
         sys.exit(main(sys.argv[1], sys.argv[2:]))
     except KeyboardInterrupt:

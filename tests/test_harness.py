@@ -1,4 +1,4 @@
-"""The harness of docs/harness.md: examples/harness.py as real processes, ended in every way that happens to sessions.
+"""The harnesses of docs/harness.md, a loop and examples/harness.py, as real processes, ended in every way that sessions end.
 
 A turn is a program that the harness runs for each message. The one in here writes down what it was given, and hangs or
 fails on demand.
@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,9 @@ from support import backends, bell_is_waiting, eventually
 from support.processes import plain_environment
 
 Sql = Callable[..., list[tuple[Any, ...]]]
-HARNESS = Path(__file__).resolve().parents[1] / "examples" / "harness.py"
+ROOT = Path(__file__).resolve().parents[1]
+HARNESS = ROOT / "examples" / "harness.py"
+LOOP = re.findall(r"^```bash\n(.*?)^```$", (ROOT / "docs" / "harness.md").read_text(encoding="utf-8"), re.M | re.S)
 
 # argv: the file to write to. A body "hang" is written down and then never finished; "fail once" fails the first time.
 TURN = """
@@ -39,12 +43,13 @@ sys.exit(message["body"] == "fail once" and "fail once" not in seen)
 
 
 class Session:
-    """One run of the harness as `worker`, with everything that it started in one process group."""
+    """One run of a harness as `worker`, with everything that it started in one process group."""
 
-    def __init__(self, dsn: str, seen: Path) -> None:
+    def __init__(self, dsn: str, seen: Path, command: Sequence[str] = (), **env: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, str(HARNESS), "worker", sys.executable, "-c", TURN, str(seen)],
-            env=plain_environment(DOORBELL_DSN=dsn),
+            command or [sys.executable, str(HARNESS), "worker", sys.executable, "-c", TURN, str(seen)],
+            env=plain_environment(DOORBELL_DSN=dsn, **env),
+            cwd=seen.parent,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,
@@ -164,3 +169,45 @@ def test_a_harness_that_is_called_wrongly_stops(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert "DOORBELL_DSN" in done.stderr
+
+
+def test_a_program_that_is_not_there_is_said_in_one_line(dsn: str) -> None:
+    done = subprocess.run(
+        [sys.executable, str(HARNESS), "worker", "./nonexist"],
+        env=plain_environment(DOORBELL_DSN=dsn),
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert (done.returncode, done.stderr) == (2, "harness: './nonexist' is no program that can be run\n")
+
+
+@pytest.mark.skipif(not (shutil.which("bash") and shutil.which("jq")), reason="needs bash and jq")
+def test_the_loop_of_the_page_acks_each_message_on_its_own_channel(dsn: str, seen: Path, bus: MessageBus) -> None:
+    """As pasted, but for how long it sleeps; its handler is killed once."""
+    (loop,) = LOOP
+    programs = {
+        "doorbell": f'exec {sys.executable} -m doorbell_postgres "$@"',
+        "sleep": f"exec {shutil.which('sleep')} 0.1",
+        "handle-one": f"exec {sys.executable} turn.py {seen}",
+    }
+    for name, text in programs.items():
+        path = seen.parent / name
+        path.write_text(f"#!/bin/sh\n{text}\n")
+        path.chmod(0o755)
+    (seen.parent / "turn.py").write_text(TURN.replace("time.sleep(600)", "os.kill(os.getpid(), 9)"))
+    bus.unsubscribe("worker", "--other 'jobs'\n")  # a shell's $(...) drops the newline at its end
+    bus.subscribe("worker", "--other 'jobs'")
+    bus.post_many("--other 'jobs'", ["a", "b", "c"], sender="boss")
+    bus.post_many("jobs", ["one", "hang"], sender="boss")
+    session = Session(dsn, seen, ["bash", "-c", loop], PATH=f"{seen.parent}{os.pathsep}{os.environ['PATH']}")
+    try:
+        assert bus.wait_until_quiet(handle="worker", timeout=30), bodies(seen)
+        bus.post("--other 'jobs'", "d", sender="boss")
+        bus.post("jobs", "three", sender="boss")
+        assert bus.wait_until_quiet(handle="worker", timeout=30), bodies(seen)
+    finally:
+        session.close()
+    found = bodies(seen)
+    assert found[:6] == ["a", "b", "c", "one", "hang", "hang"], "killed, it was not acked, so it came again"
+    assert sorted(found[6:]) == ["d", "three"]
