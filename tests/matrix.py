@@ -1,8 +1,8 @@
-"""The failure-mode matrix of the README, written from the docstrings of the tests that prove it.
+"""docs/failure-modes.md, and the README's rows of it, written from the docstrings of the tests that prove them.
 
-    python tests/matrix.py            print the table
-    python tests/matrix.py --write    put it between the README's markers
-    python tests/matrix.py --check    exit 1 when the README has another one
+    python tests/matrix.py            print the page
+    python tests/matrix.py --write    write it, and put its first rows between the README's markers
+    python tests/matrix.py --check    exit 1 when either is another one
 
 A row is a test marked `failure_mode`: the first paragraph of its docstring is what goes wrong elsewhere, the rest is
 why it cannot happen here. The files are parsed, never imported: no database, no dependency.
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent
 README = TESTS.parent / "README.md"
+PAGE = TESTS.parent / "docs" / "failure-modes.md"
 BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
+SHOWN = 5
 # The contract first, then what several processes do to it, then everything else by name of its file.
 FIRST = ("test_failure_modes.py", "test_cross_process.py", "test_wakeline.py", "test_postgres_modes.py")
 
@@ -71,10 +73,24 @@ def _one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
-def table(tests: Path = TESTS) -> str:
+def table(found: Sequence[Row], tests: str) -> str:
     lines = ["| What goes wrong elsewhere | What holds here | Test |", "|---|---|---|"]
-    lines += [f"| {row.mode} | {row.holds} | [`{row.test}`](tests/{row.file}) |" for row in rows(tests)]
+    lines += [f"| {row.mode} | {row.holds} | [`{row.test}`]({tests}/{row.file}) |" for row in found]
     return "\n".join(lines) + "\n"
+
+
+def page(found: Sequence[Row]) -> str:
+    return (
+        "# Failure modes\n\n"
+        "<!-- Written from the docstrings of the tests: python tests/matrix.py --write -->\n\n"
+        f"{len(found)} of them. Each row is a test.\n\n{table(found, '../tests')}"
+    )
+
+
+def excerpt(found: Sequence[Row]) -> str:
+    return (
+        f"[All {len(found)} of them](docs/failure-modes.md), each a test. The first {SHOWN}:\n\n{table(found[:SHOWN], 'tests')}"
+    )
 
 
 def has_markers(readme: str) -> bool:
@@ -94,17 +110,17 @@ def main(args: list[str]) -> int:
     if args not in ([], ["--write"], ["--check"]):
         print(__doc__, file=sys.stderr)
         return 2
+    found = rows()
     if not args:
-        print(table(), end="")
+        print(page(found), end="")
         return 0
-    readme = README.read_text(encoding="utf-8")
-    wanted = updated(readme, table())
-    if args == ["--write"]:
-        README.write_text(wanted, encoding="utf-8")
-        return 0
-    if readme != wanted:
-        print("The failure-mode matrix of README.md is not what the tests say. Run: python tests/matrix.py --write")
-        return 1
+    wanted = {PAGE: page(found), README: updated(README.read_text(encoding="utf-8"), excerpt(found))}
+    for path, text in wanted.items():
+        if args == ["--write"]:
+            path.write_text(text, encoding="utf-8")
+        elif not path.exists() or path.read_text(encoding="utf-8") != text:
+            print(f"{path.name} is not what the tests say. Run: python tests/matrix.py --write")
+            return 1
     return 0
 
 

@@ -1,7 +1,7 @@
 """Admission under twins, kills and replays: one test a failure mode, with real processes and SIGKILL.
 
-The first paragraph of a docstring is what goes wrong elsewhere, the rest is why it cannot here; the README's matrix is
-made of them.
+The first paragraph of a docstring is what goes wrong elsewhere, the rest is why it cannot here;
+docs/failure-modes.md is made of them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The README's failure-mode matrix is what the tests say."""
+"""docs/failure-modes.md and the README's rows of it are what the tests say."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import pytest
 import matrix
 
 
-def test_the_readme_has_the_matrix_that_the_tests_say() -> None:
-    readme = matrix.README.read_text(encoding="utf-8") if matrix.README.exists() else ""
-    if not matrix.has_markers(readme):
-        pytest.skip("README.md has no matrix yet")
-    assert readme == matrix.updated(readme, matrix.table()), "run: python tests/matrix.py --write"
+def test_the_page_and_the_readme_have_what_the_tests_say() -> None:
+    found = matrix.rows()
+    readme = matrix.README.read_text(encoding="utf-8")
+    assert matrix.PAGE.read_text(encoding="utf-8") == matrix.page(found), "run: python tests/matrix.py --write"
+    assert readme == matrix.updated(readme, matrix.excerpt(found)), "run: python tests/matrix.py --write"
 
 
 def test_a_marked_test_without_both_halves_of_a_docstring_is_refused(tmp_path: Path) -> None:
     (tmp_path / "test_x.py").write_text('@pytest.mark.failure_mode\ndef test_a():\n    """Only one half."""\n')
     with pytest.raises(ValueError, match="test_a"):
-        matrix.table(tmp_path)
+        matrix.rows(tmp_path)
 
 
 def test_rows_come_from_marked_tests_and_marked_files(tmp_path: Path) -> None:

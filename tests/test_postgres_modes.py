@@ -1,7 +1,7 @@
 """What goes wrong with message logs on Postgres and on networks, and cannot go wrong here: one test a failure mode.
 
-The first paragraph of a docstring is what goes wrong elsewhere, the rest is why it cannot here; the README's matrix is
-made of them.
+The first paragraph of a docstring is what goes wrong elsewhere, the rest is why it cannot here;
+docs/failure-modes.md is made of them.
 """
 
 from __future__ import annotations
