@@ -100,7 +100,7 @@ begin
     errcode = 'RB003',
     message = format('%s is not subscribed to %s.', quote_literal(handle), quote_literal(channel)),
     detail = 'A cursor exists from subscribe to unsubscribe.',
-    hint = 'Subscribe first; a new subscription joins at the head.';
+    hint = 'Subscribe first: at "head" (the default) behind the newest message, at "start" before the oldest that is kept.';
 end
 $$;
 

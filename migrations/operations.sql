@@ -121,7 +121,8 @@ begin
     message = format('messages %s to %s of %s were removed before %s had acked them.',
                      acked + 1, up_to, quote_literal(channel), quote_literal(handle)),
     detail = format('Retention was forced past the cursor, which stands at %s.', acked),
-    hint = format('Nothing was changed. Call skip_pruned to give that range up, and go on with message %s.', up_to + 1);
+    hint = format('Nothing was changed. Call skip_pruned (doorbell skip %s %s) to give that range up, and go on with message %s.',
+                  quote_literal(handle), quote_literal(channel), up_to + 1);
 end
 $$;
 

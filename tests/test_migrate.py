@@ -79,12 +79,14 @@ def test_an_upgrade_makes_an_empty_database_ready(empty_dsn: str) -> None:
     after = migrate.upgrade(empty_dsn)
     assert (after.current, after.declared, after.ready) == (after.newest, True, True)
     assert migrate.status(empty_dsn) == after
+    assert (after.changed, migrate.status(empty_dsn).changed) == (True, None)
 
 
 def test_a_second_upgrade_changes_nothing(dsn: str) -> None:
     rows = "select oid::text, xmin::text from pg_proc where pronamespace = 'doorbell'::regnamespace order by 1"
     before = execute(dsn, rows)
-    assert migrate.upgrade(dsn).ready
+    again = migrate.upgrade(dsn)
+    assert (again.ready, again.changed) == (True, False)
     assert execute(dsn, rows) == before
 
 

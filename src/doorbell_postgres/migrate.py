@@ -10,7 +10,7 @@ import hashlib
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,13 +31,15 @@ DECLARED = ("contract.sql", "combining.sql", "admission.sql", "operations.sql", 
 class Status:
     """Where a database stands: `current` is its revision (None: no schema), `newest` this package's.
 
-    `declared` says whether its functions and views are the ones of this package.
+    `declared` says whether its functions and views are the ones of this package; `changed`, after `upgrade`, whether that has
+    done something.
     """
 
     current: str | None
     newest: str
     known: bool
     declared: bool
+    changed: bool | None = field(default=None, compare=False)
 
     @property
     def ready(self) -> bool:
@@ -45,7 +47,8 @@ class Status:
 
     def __str__(self) -> str:
         if self.ready:
-            return f"The schema is at revision {self.current}, the newest."
+            did = {True: "Migrated. ", False: "Nothing to do. ", None: ""}[self.changed]
+            return f"{did}The schema is at revision {self.current}, the newest."
         if self.current is None:
             return f"There is no doorbell schema; the newest revision is {self.newest}. Run: doorbell migrate."
         if not self.known:
@@ -95,7 +98,7 @@ def upgrade(dsn: str) -> Status:
             config = _config()
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
-        return _status(connection)
+        return replace(_status(connection), changed=not before.ready)
 
 
 def status(dsn: str) -> Status:

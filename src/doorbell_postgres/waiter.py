@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 import time
@@ -12,7 +13,9 @@ from doorbell_postgres import calls
 from doorbell_postgres.bus import MessageBus
 from doorbell_postgres.contract import Message, WakeEvent
 from doorbell_postgres.errors import BusClosed, DatabaseUnavailable
-from doorbell_postgres.watch import GRACE, LONGEST, MATCH_PAGE, PREVIEW, Candidate, Outcome, Watch, rewound
+from doorbell_postgres.watch import GRACE, LONGEST, MATCH_PAGE, PREVIEW, Candidate, Outcome, Watch, rewound, to_nothing
+
+log = logging.getLogger("doorbell_postgres")
 
 
 class Doorbell:
@@ -44,6 +47,8 @@ class Doorbell:
         self._floors = calls.bell_floors(handle)
         preview = PREVIEW if match is None else 0  # match reads the whole message anyway
         self._watch = Watch(handle, bus.store.peek(self._floors), poll_interval=interval, preview=preview)
+        if not self._watch.channel_ids:
+            log.warning("%s: its bell never rings", to_nothing(handle))
         self._closed = threading.Event()
         self._waiting = threading.Lock()
         self._mailbox: queue.SimpleQueue[Outcome] | None = None

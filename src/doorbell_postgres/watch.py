@@ -7,6 +7,7 @@ says which of them to look at and when: at once when they join, when their chann
 
 from __future__ import annotations
 
+import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -245,10 +246,15 @@ def answer(watches: Sequence[Watch], news: Iterable[News]) -> list[list[News]]:
 def history_pruned(handle: str, channel: str, lost_from: int | None, lost_to: int) -> HistoryPruned:
     """What a bell raises where catch_up and ack are refused with RB006, in the same words."""
     handle, channel = sanitize(handle, max_len=FIELD_LEN), sanitize(channel, max_len=FIELD_LEN)
+    skip = f"doorbell skip {shlex.quote(handle)} {shlex.quote(channel)}"
     return HistoryPruned(
         f"Messages {lost_from} to {lost_to} of {channel!r} were removed before {handle!r} had acked them. Retention was forced "
-        f"past the cursor. Call skip_pruned to give that range up, and go on with message {lost_to + 1}."
+        f"past the cursor. Call skip_pruned ({skip}) to give that range up, and go on with message {lost_to + 1}."
     )
+
+
+def to_nothing(handle: str) -> str:
+    return f"{sanitize(handle, max_len=FIELD_LEN)!r} is subscribed to nothing"
 
 
 def refused_for_good(sqlstate: str | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import logging
 from collections.abc import Awaitable, Callable
 
 from doorbell_postgres import calls
@@ -11,7 +12,9 @@ from doorbell_postgres.aio.bus import AsyncMessageBus
 from doorbell_postgres.aio.listener import Listener
 from doorbell_postgres.contract import Message, WakeEvent
 from doorbell_postgres.errors import BusClosed
-from doorbell_postgres.watch import GRACE, LONGEST, MATCH_PAGE, PREVIEW, Candidate, Watch, rewound
+from doorbell_postgres.watch import GRACE, LONGEST, MATCH_PAGE, PREVIEW, Candidate, Watch, rewound, to_nothing
+
+log = logging.getLogger("doorbell_postgres")
 
 Match = Callable[[Message], bool | Awaitable[bool]]
 
@@ -57,6 +60,8 @@ class AsyncDoorbell:
         if self._watch is None:  # another task may have been quicker
             preview = PREVIEW if self._match is None else 0  # match reads the whole message anyway
             self._watch = Watch(self._handle, floors, poll_interval=self._interval, preview=preview)
+            if not self._watch.channel_ids:
+                log.warning("%s: its bell never rings", to_nothing(self._handle))
         return self._watch
 
     async def wait(self, timeout: float | None = None) -> WakeEvent | None:
