@@ -849,6 +849,31 @@ def test_nonsense_in_the_environment_is_refused_as_if_it_were_given(api: Api, mo
         api.MessageBus()
 
 
+def test_an_empty_dsn_is_refused_and_not_passed_over(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DOORBELL_DSN", "")
+    with pytest.raises(InvalidInput, match="DOORBELL_DSN is set and empty"):
+        api.MessageBus()
+    monkeypatch.setenv("DOORBELL_DSN", "host=127.0.0.1 port=1 dbname=never_read")
+    with pytest.raises(InvalidInput, match="'' is not a DSN"):
+        api.MessageBus("")
+
+
+@pytest.mark.parametrize("port", ["abc", "0", "65536", "5432,x"])
+def test_a_port_that_is_none_is_refused_by_name(api: Api, port: str) -> None:
+    with pytest.raises(InvalidInput, match="port is no number from 1 to 65535"):
+        api.MessageBus(f"host=127.0.0.1,127.0.0.1 port={port}")
+
+
+def test_a_bell_of_a_handle_without_subscriptions_says_once_that_it_never_rings(
+    api: Api, bus: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    bell = api.Doorbell(bus, "ghost\n")
+    assert bell.wait(0) is bell.wait(0) is None
+    assert [record.getMessage() for record in caplog.records if "never rings" in record.getMessage()] == [
+        "'ghost' is subscribed to nothing: its bell never rings"
+    ]
+
+
 def test_sessions_bear_the_name_that_they_were_given(api: Api, dsn: str, sql: Sql) -> None:
     with api.MessageBus(dsn, application_name="reviewer-7") as bus:
         bus.subscribe("worker", "events")

@@ -180,6 +180,8 @@ def test_without_a_command_it_explains_itself_and_counts_as_usage(doorbell: Door
         ["wait"],
         ["wait", "worker", "--timeout", "soon"],
         ["wait", "worker", "--timeout", "-1"],
+        ["wait", "worker", "--timeout", "5x"],
+        ["wait", "worker", "--timeout", "9999999d"],
         ["wait", "worker", "--timeout", "nan"],
         ["wait", "worker", "--timeout", "inf"],
         ["wait", "worker", "--poll-interval", "0"],
@@ -210,6 +212,16 @@ def test_a_wrong_call_is_usage_and_says_so(doorbell: Doorbell, sql: Sql, args: l
     assert sql("select count(*) from doorbell.channel") == [(0,)]
 
 
+def test_what_looks_like_an_option_goes_behind_two_dashes(doorbell: Doorbell) -> None:
+    assert "goes behind --." in doorbell("ack", "worker", "events", "-1").stderr
+
+
+@pytest.mark.parametrize(("given", "seconds"), [("5m", 300), ("1h30m", 5400), ("90", 90), ("0.5", 0.5)])
+def test_a_timeout_is_seconds_or_has_units(given: str, seconds: float) -> None:
+    with bell.wait.make_context("wait", ["worker", "--timeout", given]) as context:
+        assert context.params["timeout"] == seconds
+
+
 # -- the database -----------------------------------------------------------------------------------------------------
 
 
@@ -223,6 +235,30 @@ def test_without_a_dsn_nothing_is_started(
     assert done.code == command.USAGE
     assert "--dsn" in done.stderr
     assert "DOORBELL_DSN" in done.stderr
+    assert {None: "no database given", "": "set and empty", ":memory:": "private to one process"}[dsn_given] in done.stderr
+
+
+def test_an_empty_option_is_no_reason_to_use_the_environment(doorbell: Doorbell) -> None:
+    done = doorbell("subscribe", "worker", "events", "--dsn", "")
+    assert (done.code, "--dsn is empty" in done.stderr) == (command.USAGE, True)
+
+
+@pytest.mark.parametrize("args", [["status"], ["migrate"], ["wait", "worker"]], ids=lambda args: args[0])
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("mysql://u:s3cret@b/c", "'mysql://…@b/c' is not a DSN"),
+        ("team.sqlite3", "is not a DSN"),
+        ("oops", "is not a DSN"),
+        ("postgresql://localhost:abc/x", "port is no number from 1 to 65535"),
+        ("postgresql://u:s3/cret@localhost/x", "port is no number from 1 to 65535"),
+    ],
+)
+def test_what_is_no_dsn_is_refused_by_every_command(doorbell: Doorbell, args: list[str], given: str, says: str) -> None:
+    done = doorbell(*args, dsn=given)
+    assert done.code == command.REFUSED
+    assert says in done.why
+    assert "s3" not in done.why
 
 
 def test_the_option_goes_before_the_environment(doorbell: Doorbell, dsn: str) -> None:
@@ -266,7 +302,11 @@ def test_a_role_without_rights_is_refused_in_one_line(doorbell: Doorbell, strang
 def test_migrate_migrates_checks_and_prints(doorbell: Doorbell, empty_dsn: str) -> None:
     before = doorbell("migrate", "--check", dsn=empty_dsn)
     assert (before.code, "no doorbell schema" in before.stdout) == (command.REFUSED, True)
-    assert doorbell("migrate", dsn=empty_dsn).code == command.DONE
+    done = [doorbell("migrate", dsn=empty_dsn) for _ in range(2)]
+    assert [(each.code, each.stdout.partition(". ")[0]) for each in done] == [
+        (command.DONE, "Migrated"),
+        (command.DONE, "Nothing to do"),
+    ]
     assert doorbell("migrate", "--check", dsn=empty_dsn).code == command.DONE
     assert "create function doorbell.post(" in doorbell("migrate", "--sql", dsn=None).stdout
 
@@ -328,7 +368,7 @@ def test_what_is_refused_exits_1_with_one_line(doorbell: Doorbell, bus: MessageB
     assert bus.store.acked_seq("worker", "events") == 0
 
 
-@pytest.mark.parametrize("body", ["plain", "", "line\n", ESCAPES, "\\u0000", "naïve 🎉 \uffff", "-"], ids=ascii)
+@pytest.mark.parametrize("body", ["plain", "\n", "line\n", ESCAPES, "\\u0000", "naïve 🎉 \uffff", "-"], ids=ascii)
 @pytest.mark.parametrize("dash", [[], ["-"]], ids=["nothing", "dash"])
 def test_a_body_on_stdin_is_kept_to_the_byte(doorbell: Doorbell, bus: MessageBus, body: str, dash: list[str]) -> None:
     done = doorbell("post", "events", *dash, "--sender", "ci", stdin=body.encode())
@@ -338,16 +378,28 @@ def test_a_body_on_stdin_is_kept_to_the_byte(doorbell: Doorbell, bus: MessageBus
 
 def test_a_body_as_argument_with_key_and_headers(doorbell: Doorbell, bus: MessageBus) -> None:
     args = ["post", "--sender", "ci", "--key", "k", "--header", "a=1=2", "--header", "b=", "events", "--", "--not an option"]
-    assert [doorbell(*args).stdout for _ in range(2)] == ["'events'#1\n"] * 2
+    first, again = doorbell(*args), doorbell(*args)
+    assert (first.stdout, first.stderr) == ("'events'#1\n", "")
+    assert (again.code, again.stdout, again.stderr) == (0, "'events'#1\n", "doorbell: (already posted)\n")
     (posted,) = bus.store.messages_after("events", 0)
     assert (posted.body, posted.sender, posted.idempotency_key) == ("--not an option", "ci", "k")
     assert posted.headers == {"a": "1=2", "b": ""}
 
 
+def test_an_empty_body_is_posted_where_it_is_meant(doorbell: Doorbell, bus: MessageBus) -> None:
+    assert doorbell("post", "events", "", "--sender", "ci").code == command.DONE
+    assert bus.store.messages_after("events", 0)[0].body == ""
+
+
 @pytest.mark.parametrize(
     ("stdin", "says"),
-    [(b"caf\xe9", "not UTF-8: byte 3 is 0xe9"), (b"a\0b", "NUL"), (b"x" * (16 * 1024 * 1024 + 1), "more than 16,777,216 bytes")],
-    ids=["latin-1", "nul", "too big"],
+    [
+        (b"", "is empty"),
+        (b"caf\xe9", "not UTF-8: byte 3 is 0xe9"),
+        (b"a\0b", "NUL"),
+        (b"x" * (16 * 1024 * 1024 + 1), "more than 16,777,216 bytes"),
+    ],
+    ids=["empty", "latin-1", "nul", "too big"],
 )
 def test_a_body_on_stdin_that_cannot_be_kept_is_refused(doorbell: Doorbell, sql: Sql, stdin: bytes, says: str) -> None:
     done = doorbell("post", "events", "--sender", "ci", stdin=stdin)
@@ -413,7 +465,11 @@ def test_catch_up_stops_at_its_limits(doorbell: Doorbell, bus: MessageBus) -> No
     assert numbers("--max-bytes", "350", "--limit", "2") == [1, 2]
 
 
-def test_catch_up_of_a_handle_that_nobody_knows_prints_nothing(doorbell: Doorbell) -> None:
+def test_catch_up_of_a_handle_that_is_subscribed_to_nothing_says_so(doorbell: Doorbell) -> None:
+    done = doorbell("catch-up", "nobody")
+    assert done.code == command.DONE
+    assert "'nobody' is subscribed to nothing" in done.why
+    doorbell("subscribe", "nobody", "events")
     done = doorbell("catch-up", "nobody")
     assert (done.code, done.stdout, done.stderr) == (0, "", "")
 
@@ -673,7 +729,7 @@ def test_a_signal_ends_it_at_once_and_quietly(
 
 def test_a_signal_while_it_starts_ends_it_too(start: Callable[..., Started], bus: MessageBus) -> None:
     """Before our own handlers are there the system's and Python's are: the same for a shell, 143 and 130; and 1 for Ctrl-C in
-    the first milliseconds, when Python itself is not up yet."""
+    the first milliseconds, when Python itself is not up yet. See the next test for what comes then."""
     bus.subscribe("worker", "events")
     for n in range(12):
         number = (signal.SIGTERM, signal.SIGINT)[n % 2]
@@ -686,6 +742,29 @@ def test_a_signal_while_it_starts_ends_it_too(start: Callable[..., Started], bus
         assert too_early or code in (128 + number, -number), stderr
         if number == signal.SIGTERM or code == 128 + number:
             assert stderr == b""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, command.INTERRUPTED), (signal.SIGTERM, command.TERMINATED)], ids=["int", "term"]
+)
+def test_a_signal_while_it_loads_ends_it_quietly(start: Callable[..., Started], number: signal.Signals, code: int) -> None:
+    """As soon as it can be caught at all: by us, which SIGTERM shows, and not by Python, whose Ctrl-C is a traceback."""
+    running = start("wait", "worker", dsn="host=/nowhere")
+    status = Path(f"/proc/{running.pid}/status")
+
+    def caught() -> bool:
+        return bool(int(re.search(r"^SigCgt:\t(\w+)", status.read_text(), re.M)[1], 16) >> signal.SIGTERM - 1 & 1)  # type: ignore[index]
+
+    eventually(caught, within=20, what="the command to catch SIGTERM")
+    running.process.send_signal(number)
+    done = running.ended()
+    assert (done.code, done.stdout, done.stderr) == (code, "", "")
+
+
+def test_signals_are_caught_before_anything_is_loaded() -> None:
+    said = run_script("import doorbell_postgres.__main__, sys; print({'click', 'psycopg', 'logging'} & set(sys.modules))")
+    assert said.stdout == "set()\n", said.stderr
 
 
 def test_a_reader_that_goes_away_ends_it_quietly(start: Callable[..., Started], bus: MessageBus) -> None:

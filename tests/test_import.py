@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 import time
 from collections.abc import Callable
@@ -28,6 +29,12 @@ create table cursors (handle text not null, channel_id integer not null, acked_s
 # The same without the constraints that keep the faults below out.
 LOOSE = SCHEMA.replace(" not null,", ",").replace(" not null unique", "").replace("create unique index", "create index")
 BEGUN = 1_700_000_000.0
+
+
+def test_the_page_lists_the_tables_that_are_read() -> None:
+    page = (Path(__file__).resolve().parents[1] / "docs" / "drop-in.md").read_text(encoding="utf-8")
+    shown = {table: set(columns.split("`, `")) for table, columns in re.findall(r"^\| `(\w+)` \| `(.+)` \|$", page, re.M)}
+    assert {table: shown.get(table) for table in reference.TABLES} == reference.TABLES
 
 
 def store(path: Path, *, wal: bool = True, strict: bool = True) -> sqlite3.Connection:
@@ -99,7 +106,7 @@ def test_one_channel_in_use_keeps_all_of_it_out(dsn: str, file: Path, sql: Sql, 
     before = sql("select count(*) from doorbell.message")
     refused = run(dsn, file)
     assert refused.exit_code == 1
-    assert "1 channels of the file are in the database already, with messages or subscriptions: 'ünïcode'." in refused.stderr
+    assert "1 channel of the file is in the database already, with messages or subscriptions: 'ünïcode'." in refused.stderr
     assert sql("select name from doorbell.channel") == [("ünïcode",)]
     assert sql("select count(*) from doorbell.message") == before
 
@@ -204,7 +211,7 @@ def test_what_our_limits_refuse_is_listed_with_its_place_before_anything_is_writ
     done = run(dsn, path)
     assert done.exit_code == 1
     assert done.stdout.splitlines() == [fault]
-    assert "1 things that cannot be taken over" in done.stderr
+    assert "1 thing that cannot be taken over" in done.stderr
     assert nothing_was_written(sql)
 
 

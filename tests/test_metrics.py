@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import socket
 import subprocess
 import sys
 import urllib.request
@@ -108,11 +109,20 @@ def test_metrics_where_nothing_answers(server: TestServer) -> None:
     assert CliRunner().invoke(cli.main, ["metrics", "--dsn", server.dsn("no_such_database")]).exit_code == 4
 
 
+def test_a_port_that_cannot_be_served_is_named(dsn: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        done = CliRunner().invoke(cli.main, ["metrics", "--serve", str(port), "--dsn", dsn])
+    assert done.exit_code == 1
+    assert done.stderr.startswith(f"doorbell: Port {port} of 127.0.0.1 cannot be served: ")
+    assert "--serve 9187" in done.stderr
+
+
 def test_without_the_extra_the_error_names_it(dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "prometheus_client", None)
     done = CliRunner().invoke(cli.main, ["metrics", "--dsn", dsn])
     assert done.exit_code == 1
-    assert done.stderr == "doorbell: prometheus-client is not installed. Run: pip install 'doorbell-postgres[metrics]'\n"
+    assert "Run: pip install 'doorbell-postgres[metrics]', or in a checkout '.[metrics]'\n" in done.stderr
 
 
 # ---------------------------------------------------------------------------------------------------------------------

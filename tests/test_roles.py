@@ -201,10 +201,18 @@ def test_a_role_may_be_both_and_is_neither_after_revoke(dsn: str, sql: Sql, new_
     assert relations_of(sql, role) == VIEWS
     done = command(dsn, "grant", role, "--revoke")
     assert done.exit_code == 0
+    assert "REVOKE pg_read_all_stats" in done.stderr
     assert functions_of(sql, role) == relations_of(sql, role) == set()
     assert sql("select has_schema_privilege(%s, 'doorbell', 'usage')", role) == [(False,)]
     again = command(dsn, "grant", role, "--revoke")
     assert (again.exit_code, again.stderr) == (1, f"doorbell: Role {role!r} was not let in.\n")
+
+
+def test_an_agent_that_is_revoked_hears_nothing_of_an_operators_rights(dsn: str, new_role: Role) -> None:
+    role = new_role()
+    command(dsn, "grant", role)
+    done = command(dsn, "grant", role, "--revoke")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, f"{role!r} has no rights here any more\n", "")
 
 
 def test_a_role_that_is_not_there_is_refused(dsn: str) -> None:

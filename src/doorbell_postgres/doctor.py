@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -14,7 +15,7 @@ from psycopg import sql
 from doorbell_postgres import calls, operations, wire
 from doorbell_postgres.admin import Admin
 from doorbell_postgres.errors import AccessDenied, DoorbellError
-from doorbell_postgres.operations import Health
+from doorbell_postgres.operations import Health, counted
 from doorbell_postgres.wakeline import FIELD_LEN, sanitize
 
 Verdict = Literal["ok", "warning", "failing"]
@@ -59,7 +60,7 @@ def examine(dsn: str, *, idle: float = 86_400.0) -> Iterator[Check]:
         try:
             health = admin.run(operations.health())
         except AccessDenied as exc:
-            yield Check("rights", "failing", str(exc), "doorbell grant ROLE --operator")
+            yield _refused("rights", exc)
             return
         yield _queue(health)
         yield _oldest_transaction(health)
@@ -93,11 +94,15 @@ def _schema(admin: Admin) -> Check:
     try:
         hello = admin.run(calls.hello())
         wire.check_hello(hello)
-    except AccessDenied as exc:
-        return Check("schema", "failing", str(exc), "doorbell grant ROLE --operator")
     except DoorbellError as exc:
-        return Check("schema", "failing", str(exc), "doorbell migrate")
+        return _refused("schema", exc)
     return Check("schema", "ok", f"revision {hello.revision}")
+
+
+def _refused(name: str, exc: DoorbellError) -> Check:
+    """What an error of ours says; it ends with what to do, which is the fix."""
+    said, *fix = re.split(r" (?:Run: )?(?=doorbell (?:migrate|grant)|Upgrade )", str(exc), maxsplit=1)
+    return Check(name, "failing", said, "".join(fix).rstrip("."))
 
 
 def _pooler(admin: Admin) -> Check:
@@ -130,7 +135,7 @@ def _read_only(admin: Admin) -> Check:
             "Sessions of this role are read-only: default_transaction_read_only is on.",
             "ALTER ROLE … RESET default_transaction_read_only, or the same for the database.",
         )
-    return Check("read-only", "ok", "takes writes")
+    return Check("read-only", "ok", "no")
 
 
 def _notifications(admin: Admin, dsn: str) -> Check:
@@ -248,7 +253,7 @@ def _without_reader(admin: Admin) -> Check:
     return Check(
         "channels without a reader",
         "warning",
-        _several([f"{_quoted(channel)} with {messages:,} messages" for channel, messages in found], most=100),
+        _several([f"{_quoted(channel)} with {counted(messages, 'message')}" for channel, messages in found], most=100),
         "Subscribe whoever should read them, or stop posting there; prune removes them by age.",
     )
 
@@ -281,7 +286,7 @@ def _lost(admin: Admin) -> Check:
     return Check(
         "readers passed by retention",
         "warning",
-        _several([f"{_quoted(b.handle)} on {_quoted(b.channel)}: {b.lost:,} messages" for b in found]),
+        _several([f"{_quoted(b.handle)} on {_quoted(b.channel)}: {counted(b.lost, 'message')}" for b in found]),
         "They are refused with HistoryPruned until: doorbell skip HANDLE CHANNEL",
     )
 
@@ -293,7 +298,12 @@ def _turns(admin: Admin, idle: float) -> Check:
     return Check(
         "turns left unfinished",
         "warning",
-        _several([f"{_quoted(t.handle)}: {_quoted(t.event)}, {t.attempts} attempts, {human_age(t.age_seconds)}" for t in found]),
+        _several(
+            [
+                f"{_quoted(t.handle)}: {_quoted(t.event)}, {counted(t.attempts, 'attempt')}, {human_age(t.age_seconds)}"
+                for t in found
+            ]
+        ),
         "Start a session of that handle, which resumes it; if it fails each time, let it fail with max_attempts.",
     )
 

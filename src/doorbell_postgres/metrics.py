@@ -75,7 +75,9 @@ def _require() -> None:
     try:
         import prometheus_client  # noqa: F401
     except ImportError:
-        raise MissingExtra("prometheus-client is not installed. Run: pip install 'doorbell-postgres[metrics]'") from None
+        raise MissingExtra(
+            "prometheus-client is not installed. Run: pip install 'doorbell-postgres[metrics]', or in a checkout '.[metrics]'"
+        ) from None
 
 
 def _read(dsn: str, *, violations: bool) -> Iterator[GaugeMetricFamily]:

@@ -233,10 +233,10 @@ def violations() -> Call[list[Violation]]:
 
 
 def without_reader(limit: int) -> Call[list[tuple[str, int]]]:
-    """Channels that hold messages and have no subscriber, the fullest first."""
+    """Channels that hold more than the newest message, which always stays, and have no subscriber; the fullest first."""
     return Call(
         "select c.channel, c.messages from doorbell.channels as c"
-        " where c.messages > 0 and not exists (select from doorbell.backlog as b where b.channel = c.channel)"
+        " where c.messages > 1 and not exists (select from doorbell.backlog as b where b.channel = c.channel)"
         " order by c.messages desc, c.channel limit %s::bigint",
         (limit,),
         lambda rows: [(row[0], row[1]) for row in rows],
@@ -313,6 +313,11 @@ def revoke_role(role: str) -> Call[bool]:
 
 def new_epoch() -> Call[str]:
     return Call("select doorbell.new_epoch()::text", (), lambda rows: str(rows[0][0]), repeatable=False)
+
+
+def counted(number: int, noun: str) -> str:
+    """1 message, 2 messages."""
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def duration(field: str, value: object) -> timedelta:

@@ -199,8 +199,8 @@ class _Faults:
         if self.count:
             more = f" (the first {LISTED} are listed)" if self.count > LISTED else ""
             raise Refused(
-                f"The file holds {self.count:,} things that cannot be taken over{more}. Nothing was written. Mend them in a copy "
-                "of the file, then import that.",
+                f"The file holds {operations.counted(self.count, 'thing')} that cannot be taken over{more}. "
+                "Nothing was written. Mend them in a copy of the file, then import that.",
                 tuple(self.listed),
             )
 
@@ -342,7 +342,8 @@ def _create_channels(connection: psycopg.Connection[Any], source: _Source) -> di
     if taken:
         shown = ", ".join(_shown(name) for name in taken[:5]) + (f" and {len(taken) - 5:,} more" if len(taken) > 5 else "")
         raise Refused(
-            f"{len(taken):,} channels of the file are in the database already, with messages or subscriptions: {shown}. "
+            f"{operations.counted(len(taken), 'channel')} of the file {'is' if len(taken) == 1 else 'are'} in the database "
+            f"already, with messages or subscriptions: {shown}. "
             "Nothing was written: a log is taken over whole. Import into another database, or before anybody uses these channels."
         )
     return ids

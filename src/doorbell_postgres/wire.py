@@ -156,6 +156,11 @@ def dial_options(dsn: str, *, application_name: str | None, connect_timeout: flo
         raise InvalidInput(f"The DSN cannot be read: {_without_quotes(str(exc))} What was expected: {A_DSN}.") from None
     if "@" in str(given.get("host", "")):
         raise InvalidInput("The DSN's host contains '@'. In a URL, an @ in the user's name or the password is written %40.")
+    if not all(map(_is_port, str(given.get("port", "")).split(","))):
+        # Not shown: where a password holds a slash, libpq takes a part of it for the port.
+        raise InvalidInput(
+            "The DSN's port is no number from 1 to 65535. In a URL, a / in the user's name or the password is written %2F."
+        )
     options: dict[str, Any] = {
         **KEEPALIVE,
         "connect_timeout": max(2, round(connect_timeout)),
@@ -171,14 +176,21 @@ def dial_options(dsn: str, *, application_name: str | None, connect_timeout: flo
     return options
 
 
+def _is_port(text: str) -> bool:
+    """The empty one is the default."""
+    return not text.strip() or bool(re.fullmatch(r"\s*\d{1,5}\s*", text, re.A) and 1 <= int(text) <= 65_535)
+
+
 def resolve(dsn: object) -> str:
-    """The DSN to use: the given one, else DOORBELL_DSN, else ":memory:"."""
+    """The DSN to use: the given one, else DOORBELL_DSN, else ":memory:". An empty one is refused, not passed over."""
     if dsn is None:
-        return os.environ.get("DOORBELL_DSN") or MEMORY
+        dsn = os.environ.get("DOORBELL_DSN", MEMORY)
+        if not dsn:
+            raise InvalidInput(f"DOORBELL_DSN is set and empty; {A_DSN}. Unset, it means ':memory:', a private throwaway server.")
     if not isinstance(dsn, str):
         raise InvalidInput(f"dsn is of type {type(dsn).__name__}; {A_DSN}, and ':memory:' is a private throwaway server.")
     if dsn != MEMORY and not (dsn.startswith(("postgresql://", "postgres://")) or "=" in dsn):
-        shown = sanitize(dsn, max_len=80)
+        shown = sanitize(re.sub(r"^(\w*://)?.*@", r"\1…@", dsn, flags=re.S), max_len=80)  # before the @ may be a password
         raise InvalidInput(
             f"{shown!r} is not a DSN: {A_DSN}. ':memory:' is a private throwaway server; a file of the SQLite reference "
             "cannot be opened."

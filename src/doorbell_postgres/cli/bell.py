@@ -30,6 +30,7 @@ from doorbell_postgres.contract import Message, WakeEvent
 from doorbell_postgres.errors import DatabaseUnavailable
 from doorbell_postgres.waiter import Doorbell
 from doorbell_postgres.wakeline import FIELD_LEN, sanitize
+from doorbell_postgres.watch import to_nothing
 
 # A wait that has not looked at the log for this long, or three polls, has not waited: it says unreachable, not idle.
 BLIND = 30.0
@@ -47,7 +48,7 @@ def _regex(_: click.Context, __: click.Parameter, value: str | None) -> re.Patte
 @click.command()
 @click.argument("handle")
 @dsn_option
-@seconds_option("--timeout", default=300.0, zero=True, help="Give up after this time.")
+@seconds_option("--timeout", default=300.0, zero=True, help="Give up after this time; 5m and 1h30m do too.")
 @seconds_option("--poll-interval", default=0.5, help="Look at least this often, whether notifications arrive or not.")
 @click.option("--channel", "channels", multiple=True, metavar="CHANNEL", help="Ring for this channel only; repeatable.")
 @click.option("--sender", "senders", multiple=True, metavar="SENDER", help="Ring for this sender only; repeatable.")
@@ -105,12 +106,12 @@ def wait(
 
 
 def _never_rings(handle: str, subscribed: Sequence[str], channels: Sequence[str]) -> str | None:
-    who = sanitize(handle, max_len=FIELD_LEN)
     if not subscribed:
-        return f"{who!r} is subscribed to nothing, so nothing would ever ring. Run: doorbell subscribe HANDLE CHANNEL."
+        return f"{to_nothing(handle)}, so nothing would ever ring. Run: doorbell subscribe HANDLE CHANNEL."
     if channels and not set(channels) & set(subscribed):
         which = ", ".join(repr(sanitize(channel, max_len=FIELD_LEN)) for channel in channels)
-        return f"{who!r} is not subscribed to {which}, so nothing would ever ring. Run: doorbell subscribe HANDLE CHANNEL."
+        who = repr(sanitize(handle, max_len=FIELD_LEN))
+        return f"{who} is not subscribed to {which}, so nothing would ever ring. Run: doorbell subscribe HANDLE CHANNEL."
     return None
 
 

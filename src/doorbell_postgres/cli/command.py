@@ -1,7 +1,8 @@
 """What all commands share: how they end, how they are given a database, and what they take for a number of seconds.
 
 Exit codes: 0 done, 1 refused (one line on stderr), 2 usage or no DSN, 3 idle timeout, 4 unreachable; 130 Ctrl-C,
-143 SIGTERM and 141 when nobody reads the output any more: at once and quietly. A command returns its code; None is 0.
+143 SIGTERM (both in `__main__`) and 141 when nobody reads the output any more: at once and quietly. A command returns its
+code; None is 0.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -28,14 +29,14 @@ DONE, REFUSED, USAGE, IDLE, UNREACHABLE = 0, 1, 2, 3, 4
 INTERRUPTED, UNREAD, TERMINATED = 130, 141, 143
 
 MOST_SECONDS = 10_000_000.0
+_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
 
 
 class _Doorbell(click.Group):
     """Turns whatever a command ends with into at most one line on stderr and an exit code."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _leave_on_signals()  # in a process of our own, so not where `main.main` is called
-        _log_to_stderr()
+        _log_to_stderr()  # in a process of our own, so not where `main.main` is called
         return self.main(*args, **kwargs)
 
     def main(
@@ -68,7 +69,8 @@ def _ended(run: Callable[[], Any]) -> int:
     except click.UsageError as exc:
         if exc.ctx is not None:
             click.echo(exc.ctx.get_usage(), err=True)
-        return complain(f"{exc.format_message()} Help: {exc.ctx.command_path if exc.ctx else 'doorbell'} --help", USAGE)
+        hint = " An argument that begins with - goes behind --." if isinstance(exc, click.NoSuchOption) else ""
+        return complain(f"{exc.format_message()}{hint} Help: {exc.ctx.command_path if exc.ctx else 'doorbell'} --help", USAGE)
     except click.ClickException as exc:
         return complain(exc.format_message(), exc.exit_code)
     except (click.Abort, KeyboardInterrupt):
@@ -91,17 +93,6 @@ def complain(text: str, code: int) -> int:
     return code
 
 
-def _leave_on_signals() -> None:
-    def leave(number: int, _: object) -> None:
-        # Nothing to tidy up: what a command holds goes with its connection, and an exception would have to pass through
-        # whatever is running just now.
-        os._exit(128 + number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # a shell's background job ignores Ctrl-C, and so do we
-            signal.signal(number, leave)
-
-
 def _log_to_stderr() -> None:
     """Our warnings, such as a lost connection, a line each; what other packages log would only repeat them."""
     handler = logging.StreamHandler()
@@ -111,29 +102,43 @@ def _log_to_stderr() -> None:
     logging.getLogger().addHandler(logging.NullHandler())
 
 
-def seconds_option(name: str, *, default: float, zero: bool = False, help: str) -> Callable[[F], F]:
-    """An option that is a number of seconds; bounded, because what waits here is to end."""
+def with_units(text: str) -> int | None:
+    """The seconds of a length of time such as 30d or 1d12h; None for anything else."""
+    if re.fullmatch(r"(?:\d{1,9}[smhdw])+", text, re.A) is None:
+        return None
+    return sum(int(number) * _UNITS[unit] for number, unit in re.findall(r"(\d+)([smhdw])", text))
 
-    def check(_: click.Context, __: click.Parameter, value: float) -> float:
+
+def seconds_option(name: str, *, default: float, zero: bool = False, help: str) -> Callable[[F], F]:
+    """An option that is a number of seconds, or a length of time; bounded, because what waits here is to end."""
+
+    def check(_: click.Context, __: click.Parameter, text: str) -> float:
         try:
+            value = float(text if (found := with_units(text)) is None else found)
             calls.seconds("the value", value, zero=zero)
         except InvalidInput as exc:
             raise click.BadParameter(str(exc)) from None
+        except ValueError:
+            raise click.BadParameter(f"{text!r} is no number of seconds, and no length of time such as 90s or 1h30m.") from None
         if value > MOST_SECONDS:
             raise click.BadParameter(f"the value is {value:g} s; at most {MOST_SECONDS:,.0f} s are allowed.")
         return value
 
-    return click.option(name, type=float, callback=check, default=default, show_default=True, metavar="SECONDS", help=help)
+    return click.option(name, type=str, callback=check, default=default, show_default=True, metavar="SECONDS", help=help)
 
 
 def dsn_of(given: str | None) -> str:
     """The command never starts a throwaway server: what it would read or write there nobody else could see."""
-    dsn = given or os.environ.get("DOORBELL_DSN")
-    if not dsn or dsn == wire.MEMORY:
-        raise click.UsageError(
-            "no database given. Pass --dsn, or set DOORBELL_DSN: postgresql://user@host:5432/dbname or 'host=… dbname=…'."
-        )
-    return dsn
+    named = given if given is not None else os.environ.get("DOORBELL_DSN")
+    if named and named != wire.MEMORY:
+        return wire.resolve(named)
+    if named:
+        why = "':memory:' is private to one process: nobody else would see what a command does there"
+    elif given is not None:
+        why = "--dsn is empty"
+    else:
+        why = "no database given" if named is None else "DOORBELL_DSN is set and empty"
+    raise click.UsageError(f"{why}. Pass --dsn, or set DOORBELL_DSN: {wire.A_DSN}.")
 
 
 dsn_option = click.option("--dsn", metavar="DSN", help="The database; default: the environment's DOORBELL_DSN.")

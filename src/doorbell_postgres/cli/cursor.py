@@ -10,9 +10,10 @@ import click
 from doorbell_postgres.bus import MessageBus
 from doorbell_postgres.calls import UNACKED_BYTES
 from doorbell_postgres.cli import output
-from doorbell_postgres.cli.command import dsn_of, dsn_option, json_option
+from doorbell_postgres.cli.command import DONE, complain, dsn_of, dsn_option, json_option
 from doorbell_postgres.contract import Start
 from doorbell_postgres.wakeline import FIELD_LEN, sanitize, wake_line
+from doorbell_postgres.watch import to_nothing
 
 PAGE = 100
 
@@ -67,7 +68,7 @@ def catch_up(handle: str, limit: int | None, max_bytes: int | None, as_json: boo
     """
     with MessageBus(dsn_of(dsn), max_size=1) as bus:
         page_size, page_bytes = min(limit or PAGE, PAGE), min(max_bytes or UNACKED_BYTES, UNACKED_BYTES)
-        size = 0
+        n, size = -1, 0
         for n, msg in enumerate(islice(bus.unacked(handle, page_size=page_size, max_bytes=page_bytes), limit)):
             size += len(msg.body.encode())
             if max_bytes is not None and n > 0 and size > max_bytes:
@@ -76,6 +77,8 @@ def catch_up(handle: str, limit: int | None, max_bytes: int | None, as_json: boo
                 output.json_line(output.message(msg))
             else:
                 output.human(wake_line(msg))
+        if n < 0 and not bus.store.subscriptions(handle):
+            complain(f"{to_nothing(handle)}, so nothing ever comes. Run: doorbell subscribe HANDLE CHANNEL.", DONE)
 
 
 @click.command()

@@ -12,7 +12,7 @@ from doorbell_postgres import calls
 from doorbell_postgres.bus import MessageBus
 from doorbell_postgres.calls import BODY_BYTES, UNACKED_BYTES
 from doorbell_postgres.cli import output
-from doorbell_postgres.cli.command import complain, dsn_of, dsn_option, json_option, seconds_option
+from doorbell_postgres.cli.command import DONE, complain, dsn_of, dsn_option, json_option, seconds_option
 from doorbell_postgres.contract import Message
 from doorbell_postgres.errors import InvalidInput
 from doorbell_postgres.wakeline import FIELD_LEN, sanitize, wake_line
@@ -47,14 +47,14 @@ def _after(_: click.Context, __: click.Parameter, value: str) -> int | None:
 @click.argument("channel")
 @click.argument("body", required=False, metavar="[BODY|-]")
 @click.option("--sender", required=True, help="Whom it is from: a handle. Its own posts never ring for it.")
-@click.option("--key", help="Idempotency key: posting it again gives back the original message, and posts nothing.")
+@click.option("--key", help="Idempotency key: posting it again prints the original's number, and posts nothing.")
 @click.option("--header", "headers", multiple=True, callback=_headers, metavar="NAME=VALUE", help="A header; repeatable.")
 @dsn_option
 def post(channel: str, body: str | None, sender: str, key: str | None, headers: dict[str, str], dsn: str | None) -> None:
     """Append a message to CHANNEL; prints the channel and the message's number in it.
 
-    The body is the argument, or with '-' or without one what stands on stdin: UTF-8, kept to the byte, at most 16 MiB.
-    When this has exited 0 the message is durable. Retry with a --key: then it is posted once, however often you try.
+    The body is the argument, or with '-' or without one what stands on stdin: UTF-8, not empty, kept to the byte, at most
+    16 MiB. When this has exited 0 the message is durable. Retry with a --key: then it is posted once, however often you try.
 
     \b
     Example: doorbell post events 'deploy finished' --sender ci --key deploy-42
@@ -63,14 +63,20 @@ def post(channel: str, body: str | None, sender: str, key: str | None, headers: 
     where = dsn_of(dsn)
     text = _from_stdin() if body in (None, "-") else body
     with MessageBus(where, max_size=2) as bus:
+        head = 0 if key is None else bus.store.head(channel)
         posted = bus.post(channel, text or "", sender=sender, idempotency_key=key, headers=headers)
     output.human(f"{sanitize(posted.channel, max_len=FIELD_LEN)!r}#{posted.seq}")
+    if posted.seq <= head:
+        output.flush()
+        complain("(already posted)", DONE)
 
 
 def _from_stdin() -> str:
     if sys.stdin is None or sys.stdin.isatty():
         raise click.UsageError("no body given. Pass it as an argument, or on stdin.")
     read = sys.stdin.buffer.read(BODY_BYTES + 1)
+    if not read:
+        raise InvalidInput("The body on stdin is empty; nothing was posted. To post an empty message, pass '' as the argument.")
     if len(read) > BODY_BYTES:
         raise InvalidInput(f"The body on stdin has more than {BODY_BYTES:,} bytes; at most that many are allowed.")
     try:

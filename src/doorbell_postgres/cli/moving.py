@@ -10,6 +10,7 @@ from doorbell_postgres import reference
 from doorbell_postgres.cli import output, table
 from doorbell_postgres.cli.command import REFUSED, complain, dsn_of, dsn_option
 from doorbell_postgres.cli.operator import progress
+from doorbell_postgres.operations import counted
 
 
 @click.command("import")
@@ -37,7 +38,8 @@ def import_(file: str, check: bool, dsn: str | None) -> int | None:
         output.flush()
         return complain(str(exc), REFUSED)
     output.human(
-        f"{'can be imported' if check else 'imported'}: {found.channels:,} channels, {found.messages:,} messages "
-        f"({found.keys:,} with keys), {found.subscriptions:,} subscriptions, in {time.monotonic() - begun:.1f} s"
+        f"{'can be imported' if check else 'imported'}: {counted(found.channels, 'channel')}, "
+        f"{counted(found.messages, 'message')} ({found.keys:,} with keys), {counted(found.subscriptions, 'subscription')}, "
+        f"in {time.monotonic() - begun:.1f} s"
     )
     return None

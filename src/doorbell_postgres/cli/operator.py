@@ -1,8 +1,7 @@
-"""What the commands of operators share: a connection with a word on missing rights, lengths of time, progress."""
+"""What the commands of operators share: an `admin` connection, lengths of time, progress."""
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +11,7 @@ from typing import Any
 import click
 
 from doorbell_postgres.admin import Admin
-from doorbell_postgres.cli.command import dsn_of
-
-_UNITS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400, "w": 604_800}
+from doorbell_postgres.cli.command import dsn_of, with_units
 
 
 @contextmanager
@@ -24,16 +21,16 @@ def opened(dsn: str | None, *, read_only: bool = False) -> Iterator[Admin]:
 
 
 def length(_: click.Context, __: click.Parameter, value: str | None) -> timedelta | None:
-    """A length of time: numbers with units, such as 30d, 12h or 1d12h."""
+    """A length of time: numbers with units, such as 30d, 12h or 1d12h. A bare one is refused: --keep 30 may mean days."""
     if value is None:
         return None
-    parts = re.fullmatch(r"(?:(\d{1,9})([smhdw]))+", value)
-    if parts is None:
+    seconds = with_units(value)
+    if seconds is None:
         raise click.BadParameter(
             f"{value!r} is no length of time; it must be numbers with units s, m, h, d, w, such as 30d or 1d12h."
         )
     try:
-        return timedelta(seconds=sum(int(n) * _UNITS[unit] for n, unit in re.findall(r"(\d+)([smhdw])", value)))
+        return timedelta(seconds=seconds)
     except OverflowError:
         raise click.BadParameter(f"{value!r} is longer than anything lasts.") from None
 

@@ -14,7 +14,7 @@ from doorbell_postgres.cli.command import DONE, REFUSED, complain, dsn_option, j
 from doorbell_postgres.cli.operator import length, opened, progress
 from doorbell_postgres.cli.table import Column
 from doorbell_postgres.errors import ChannelBusy
-from doorbell_postgres.operations import Plan, Pruned
+from doorbell_postgres.operations import Plan, Pruned, counted
 from doorbell_postgres.wakeline import FIELD_LEN, sanitize
 
 _BECAUSE = {
@@ -102,7 +102,7 @@ def _show_plans(plans: list[Plan], *, as_json: bool) -> None:
         ),
         rows,
     )
-    complain(f"{sum(p.removable for p in plans):,} messages would go. Nothing was removed; add --yes to do it.", DONE)
+    complain(f"{counted(sum(p.removable for p in plans), 'message')} would go. Nothing was removed; add --yes to do it.", DONE)
 
 
 def _prune(
@@ -139,11 +139,11 @@ def _prune(
             ended, more = admin.run(operations.prune_turns(keep_keys, batch=batch))
             turns += ended
     _show_results(results, as_json=as_json)
-    complain(f"{done:,} messages and {turns:,} ended turns were removed.", DONE)
+    complain(f"Removed: {counted(done, 'message')} and {counted(turns, 'ended turn')}.", DONE)
     if busy:
         shown = ", ".join(repr(sanitize(channel, max_len=FIELD_LEN)) for channel in busy[:5])
         return complain(
-            f"{len(busy):,} channels were held by long transactions and are not finished: {shown}. Run it again.", REFUSED
+            f"Not finished, held by long transactions: {counted(len(busy), 'channel')}, {shown}. Run it again.", REFUSED
         )
     return DONE
 
@@ -194,4 +194,4 @@ def skip(handle: str, channel: str, dsn: str | None) -> None:
         lost = admin.run(calls.skip_pruned(handle, channel))
         cursor = admin.run(calls.acked_seq(handle, channel))
     who, where = repr(sanitize(handle, max_len=FIELD_LEN)), repr(sanitize(channel, max_len=FIELD_LEN))
-    output.human(f"{who} has given up {lost:,} messages of {where}; its cursor stands at {cursor}")
+    output.human(f"{who} has given up {counted(lost, 'message')} of {where}; its cursor stands at {cursor}")

@@ -12,6 +12,11 @@ from doorbell_postgres.cli.command import DONE, REFUSED, complain, dsn_option
 from doorbell_postgres.cli.operator import opened
 from doorbell_postgres.wakeline import FIELD_LEN, sanitize
 
+_READS_STATS = (
+    "select 1 from pg_auth_members as a join pg_roles as r on r.oid = a.member"
+    " where r.rolname = %s and a.roleid = 'pg_read_all_stats'::regrole"
+)
+
 
 @click.command()
 @click.argument("role")
@@ -37,7 +42,11 @@ def grant(role: str, operator: bool, revoke: bool, dsn: str | None) -> int:
         if revoke:
             if not admin.run(operations.revoke_role(role)):
                 return complain(f"Role {shown} was not let in.", REFUSED)
-            output.human(f"{shown} has no rights here any more; pg_read_all_stats, if it was granted, is the server's to revoke")
+            output.human(f"{shown} has no rights here any more")
+            if admin.connection.execute(_READS_STATS, (role,)).fetchone():
+                output.flush()
+                name = sql.Identifier(role).as_string()
+                complain(f"It may still read all statistics. As a superuser: REVOKE pg_read_all_stats FROM {name}", DONE)
             return DONE
         admin.run(operations.grant_role(role, operator=operator))
         output.human(f"{shown} may " + ("read the views" if operator else "call the contract"))

@@ -18,7 +18,7 @@ from doorbell_postgres.cli.command import DONE, REFUSED, complain, dsn_of, dsn_o
 from doorbell_postgres.cli.operator import opened
 from doorbell_postgres.cli.table import Column
 from doorbell_postgres.doctor import human_age
-from doorbell_postgres.operations import Behind, Health, Totals
+from doorbell_postgres.operations import Behind, Health, Totals, counted
 
 CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
@@ -77,16 +77,22 @@ def _lines(health: Health, totals: Totals, behind: list[Behind]) -> Iterator[str
     facts = [
         ("server", f"Postgres {health.server_version}" + (", a standby: it takes no posts" if health.replica else "")),
         ("schema", f"revision {health.schema_revision}"),
-        ("log", f"{totals.messages:,} messages in {totals.channels:,} channels, about {table.size(totals.estimated_bytes)}"),
+        (
+            "log",
+            f"{counted(totals.messages, 'message')} in {counted(totals.channels, 'channel')}, "
+            f"about {table.size(totals.estimated_bytes)}",
+        ),
         (
             "readers",
-            f"{totals.handles:,} handles with {totals.subscriptions:,} subscriptions; {health.waiting_sessions:,} sessions wait",
+            f"{counted(totals.handles, 'handle')} with {counted(totals.subscriptions, 'subscription')}; "
+            f"{counted(health.waiting_sessions, 'session')} waiting",
         ),
         ("unacked", f"{totals.unacked:,}" + _since(totals) + (f"; {totals.lost:,} lost to retention" if totals.lost else "")),
         ("queue", f"{health.notification_queue_usage:.1%} of the notification queue in use"),
         ("transactions", f"oldest: {health.oldest_transaction}; blocked: {health.blocked_sessions}"),
     ]
-    yield from table.lines((Column("status"), Column("", ratio=1, wrap=True)), facts, width=width)
+    shown = table.lines((Column("status"), Column("", ratio=1, wrap=True)), facts, width=width)
+    yield from shown if width is not None else shown[1:]  # in a pipe their titles say nothing
     if behind:
         yield ""
         yield from table.lines(
@@ -165,7 +171,7 @@ def _address(_: click.Context, __: click.Parameter, value: str | None) -> tuple[
 @dsn_option
 @click.option("--serve", "address", callback=_address, metavar="[HOST:]PORT", help="Serve them over HTTP until Ctrl-C.")
 @click.option("--violations", is_flag=True, help="Count broken invariants too: a scan of the log each time.")
-def metrics(dsn: str | None, address: tuple[str, int] | None, violations: bool) -> None:
+def metrics(dsn: str | None, address: tuple[str, int] | None, violations: bool) -> int:
     """Print the state of the log as Prometheus metrics, once, or serve them.
 
     Wants the extra: pip install 'doorbell-postgres[metrics]'. With --serve, every scrape asks the database; without a host
@@ -179,10 +185,18 @@ def metrics(dsn: str | None, address: tuple[str, int] | None, violations: bool) 
     if address is None:
         for line in exposition.text(where, violations=violations).decode().splitlines():
             output.human(line)
-        return
+        return DONE
     with Admin(where, read_only=True) as admin:  # refuse now what every scrape would be refused
         admin.run(operations.health())
     host, port = address
-    port = exposition.serve(where, port, host=host, violations=violations)
+    try:
+        port = exposition.serve(where, port, host=host, violations=violations)
+    except OSError as exc:
+        return complain(
+            f"Port {port} of {host} cannot be served: {exc.strerror or exc}. Choose another, such as --serve 9187; ports "
+            "below 1024 are for root.",
+            REFUSED,
+        )
     complain(f"serving http://{host}:{port}/metrics until Ctrl-C.", DONE)
     threading.Event().wait()
+    return DONE
