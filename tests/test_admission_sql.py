@@ -70,9 +70,12 @@ def test_asking_whether_a_session_lives_leaves_no_lock_and_does_not_disturb_it(s
     session = connect(autocommit=True)
     session.execute("select doorbell.hold_session(42)")
     sql("select doorbell.admit('worker', 'events', 1, holder => 42)")
-    sql("select doorbell.admit('worker', 'events', 2, holder => 43)")  # nobody holds 43
+    with connect(autocommit=True) as gone:  # nobody holds 43 any more
+        gone.execute("select doorbell.hold_session(43)")
+        gone.execute("select doorbell.admit('worker', 'events', 2, holder => 43)")
     locks = "select pid from pg_locks where locktype = 'advisory' and classid::bigint >> 24 = 84" \
             " and database = (select oid from pg_database where datname = current_database())"  # fmt: skip
+    eventually(lambda: sql(locks) == [(session.info.backend_pid,)])
     before = sql(locks)
     for _ in range(10):
         sql("select doorbell.admit('worker', 'events', 1), doorbell.unfinished_turns('worker')")
