@@ -10,7 +10,8 @@
 --           finish_turn or fail_turn ends it, settles its deliveries, and moves the cursor over what is settled.
 -- Owner.    holder is a session's token, whose key that session keeps locked (hold_session). Nobody reaps: who finds a turn
 --           unfinished tries the key, and takes over, by compare-and-set on (holder, attempt), when it is free. Without a
---           token (holder 0) nobody can tell whether the owner lives: an unfinished turn then always reads as resumed.
+--           token (holder 0) nobody can tell whether the owner lives: an unfinished turn then always reads as resumed. A token
+--           that nobody holds gets no turn: its owner would count as dead while it works.
 -- Locks.    In this order, inside every function: channel row (turn_post, fail_turn: also when nothing is posted in the
 --           end), cursor rows by channel id, turn row. Deliveries are changed under the cursor's lock, or under the turn's.
 -- Waiting.  As in contract.sql: at most 5 s for a lock (55P03).
@@ -62,6 +63,15 @@ begin
     return false;
   end if;
   return case when pg_try_advisory_lock_shared(v_key) then not pg_advisory_unlock_shared(v_key) else true end;
+end
+$$;
+
+-- Whether a turn may not be given to this token, because no session holds it, not even this one: its owner would read as dead.
+create function doorbell._unheld(holder bigint) returns boolean
+language plpgsql volatile set search_path = pg_catalog, pg_temp
+as $$
+begin
+  return holder <> 0 and not doorbell._alive(holder) and not doorbell._holds(doorbell._key(84, holder));
 end
 $$;
 
@@ -240,7 +250,9 @@ $$;
 --     resumed    it was admitted and has not ended, and nobody alive works on it; it is the caller's now, and of many who
 --                ask at once only one is told so;
 --     running    somebody alive works on it, perhaps another thread of this very session;
---     duplicate  it has ended: failed and error tell how.
+--     duplicate  it has ended: failed and error tell how;
+--     unheld     it would be the caller's, but no session holds the token (any more): nothing was taken, and turn_id is null.
+--                Call hold_session, then this again, with the same nonce.
 --   should_run is true for new and resumed, never for running, and for a duplicate when on_duplicate is 'run', which then
 --   makes it the caller's. The owner passes turn_channel_id, turn_id and attempt, and the holder that it passed here, to the
 --   other functions. The delivery of the message is recorded, and settled when the turn ends.
@@ -349,6 +361,10 @@ begin
       on conflict do nothing
       returning t.id into turn_id;
     if found then
+      if doorbell._unheld(holder) then
+        delete from doorbell.turn as t where t.channel_id = turn_channel_id and t.id = turn_id;
+        exit;
+      end if;
       state := 'new';
       should_run := true;
       attempt := 1;
@@ -368,6 +384,7 @@ begin
 
     if v_turn.nonce = admit.nonce and v_turn.holder = admit.holder then
       -- This very call, sent again.
+      exit when doorbell._unheld(holder);
       state := case when v_turn.state <> 'unfinished' then 'duplicate' when v_turn.attempt = 1 then 'new' else 'resumed' end;
       exit;
     end if;
@@ -382,6 +399,7 @@ begin
       state := 'running';
       exit;
     end if;
+    exit when doorbell._unheld(holder);
     -- Nobody alive has it. Who finds it as it was a moment ago takes it; everybody else looks again.
     update doorbell.turn as t
       set holder = admit.holder, attempt = t.attempt + 1, nonce = admit.nonce, attempted_at = clock_timestamp()
@@ -394,6 +412,13 @@ begin
     end if;
   end loop;
 
+  if state is null then
+    state := 'unheld';
+    should_run := false;
+    turn_id := null;
+    attempt := null;
+    return;
+  end if;
   should_run := state in ('new', 'resumed') or (state = 'duplicate' and on_duplicate = 'run');
   posts := doorbell._posts(turn_channel_id, turn_id);
   -- Behind the cursor only an owner records one: nobody else would come back to settle it.

@@ -868,6 +868,16 @@ begin
 end
 $$;
 
+-- Whether this very session holds the advisory lock with this key.
+create function doorbell._holds(key bigint) returns boolean
+language sql stable set search_path = pg_catalog, pg_temp
+as $$
+  select exists (
+    select from pg_locks as l
+    where l.locktype = 'advisory' and l.pid = pg_backend_pid() and l.granted
+      and l.classid = ((key >> 32) & 4294967295)::oid and l.objid = (key & 4294967295)::oid and l.objsubid = 1)
+$$;
+
 -- Holds the session's token, exclusively, for as long as this session lives: what says that the owner of a turn is alive.
 -- False when another session holds it. Again in the same session: still true, and held once.
 create function doorbell.hold_session(token bigint) returns boolean
@@ -876,13 +886,7 @@ as $$
 declare
   v_key constant bigint := doorbell._key(84, token & 72057594037927935);
 begin
-  if exists (select from pg_locks as l
-             where l.locktype = 'advisory' and l.pid = pg_backend_pid() and l.granted
-               and l.classid = ((v_key >> 32) & 4294967295)::oid and l.objid = (v_key & 4294967295)::oid and l.objsubid = 1)
-  then
-    return true;
-  end if;
-  return pg_try_advisory_lock(v_key);
+  return doorbell._holds(v_key) or pg_try_advisory_lock(v_key);
 end
 $$;
 

@@ -70,9 +70,12 @@ def test_asking_whether_a_session_lives_leaves_no_lock_and_does_not_disturb_it(s
     session = connect(autocommit=True)
     session.execute("select doorbell.hold_session(42)")
     sql("select doorbell.admit('worker', 'events', 1, holder => 42)")
-    sql("select doorbell.admit('worker', 'events', 2, holder => 43)")  # nobody holds 43
+    with connect(autocommit=True) as gone:  # nobody holds 43 any more
+        gone.execute("select doorbell.hold_session(43)")
+        gone.execute("select doorbell.admit('worker', 'events', 2, holder => 43)")
     locks = "select pid from pg_locks where locktype = 'advisory' and classid::bigint >> 24 = 84" \
             " and database = (select oid from pg_database where datname = current_database())"  # fmt: skip
+    eventually(lambda: sql(locks) == [(session.info.backend_pid,)])
     before = sql(locks)
     for _ in range(10):
         sql("select doorbell.admit('worker', 'events', 1), doorbell.unfinished_turns('worker')")
@@ -81,6 +84,30 @@ def test_asking_whether_a_session_lives_leaves_no_lock_and_does_not_disturb_it(s
     twice = connect(autocommit=True)
     twice.execute("select doorbell._alive(43)")  # two who ask at once do not take each other for the session
     assert sql("select doorbell._alive(43)") == [(False,)]
+
+
+def test_a_token_that_nobody_holds_gets_no_turn(sql: Sql, connect: Connect) -> None:
+    """Its owner would read as dead while it works. What runs or has ended is told as ever."""
+    admit = "select state, should_run, attempt from doorbell.admit('worker', 'events', {}, holder => 42, nonce => {})"
+    unheld, written = [("unheld", False, None)], "select count(*) from doorbell.turn, doorbell.delivery"
+    assert sql(admit.format(1, 1)) == unheld
+    assert sql(written) == [(0,)]
+    session = connect(autocommit=True)
+    session.execute("select doorbell.hold_session(42)")
+    assert sql(admit.format(1, 1)) == [("new", True, 1)]
+    session.execute("select doorbell.hold_session(43)")
+    sql("select doorbell.admit('worker', 'events', 2, holder => 43)")
+    session.close()
+    eventually(lambda: sql(admit.format(1, 1)) == unheld)  # its answer was lost and its session ended: sent again
+    assert sql(admit.format(1, 2)) == [("running", False, 1)]
+    assert sql(admit.format(2, 3)) == unheld
+    assert sql("select attempt, holder from doorbell.turn order by id") == [(1, 42), (1, 43)]
+    sql("select doorbell.hold_session(42)")
+    assert [sql(admit.format(1, 1)), sql(admit.format(2, 3))] == [[("new", True, 1)], [("resumed", True, 2)]]
+    sql("select doorbell.finish_turn(t.channel_id, t.id, t.attempt, t.holder) from doorbell.turn as t")
+    sql("select pg_advisory_unlock_all()")
+    again = "select state from doorbell.admit('worker', 'events', 1, holder => 42, on_duplicate => '{}')"
+    assert [sql(again.format("skip")), sql(again.format("run"))] == [[("duplicate",)], [("unheld",)]]
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,11 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import psycopg
 import pytest
 
 from doorbell_postgres.errors import AckBeyondHead, NotSubscribed, UnknownChannel
-from support import Api, Processes, background, bell_is_waiting, eventually, workers
+from support import Api, Processes, background, bell_is_waiting, eventually, waiting_in_database, workers
 
 pytestmark = pytest.mark.failure_mode
 
@@ -312,6 +313,35 @@ def test_hard_killed_waiter_process_loses_nothing(api: Api, dsn: str, bus: Any, 
         what="no session left in the database",
     )
     assert sql(f"{ADVISORY_LOCKS} and d.datname = current_database()") == []
+
+
+@pytest.mark.timing
+def test_a_look_that_began_before_the_wait_does_not_answer_it(
+    api: Api, open_bus: Callable[..., Any], sql: Sql, connect: Callable[..., psycopg.Connection[Any]]
+) -> None:
+    """One wait ends while its scan is still on the way, and the next one of that bell finds the old scan's answer: a message
+    that had been there before it asked does not ring.
+
+    A wait is answered by a scan that began after it, and the scan of a wait that has ended answers nobody.
+    """
+    bus = open_bus(notify="off")
+    bus.subscribe("worker", "events")
+    bell = api.Doorbell(bus, "worker", poll_interval=0.1)
+    listener = bus.store.listener if api.name == "sync" else bus.store._real._opening.result().listener
+    blocker = connect()
+    for n in range(3):
+        first = background(bell.wait, 1.0)
+        bell_is_waiting(sql, armed=False)
+        blocker.execute("lock table doorbell.meta in access exclusive mode")
+        waiting_in_database(sql)
+        assert first.result(10) is None
+        sql("select doorbell.post('events', 'late', 'ci')")
+        second = background(bell.wait, 0)
+        eventually(lambda: listener._fresh, what="the second wait has begun")
+        blocker.rollback()
+        event = second.result(10)
+        assert event is not None
+        assert event.seq == n + 1
 
 
 def test_a_match_that_raises_loses_nothing(api: Api, bus: Any) -> None:

@@ -166,12 +166,14 @@ def test_a_turn_that_a_duplicate_is_being_admitted_to_is_left(sql: Sql, connect:
     assert sql("select count(*) from doorbell.delivery") == [(0,)]
 
 
-def test_a_turn_whose_second_run_was_killed_is_pruned_all_the_same(sql: Sql) -> None:
+def test_a_turn_whose_second_run_was_killed_is_pruned_all_the_same(sql: Sql, connect: Connect) -> None:
     sql("select doorbell.subscribe('worker', 'events')")
     posted(sql, "events", 1)
     sql("select doorbell.admit('worker', 'events', 1)")
     sql("select doorbell.finish_turn(t.channel_id, t.id, t.attempt) from doorbell.turn as t")
-    sql("select doorbell.admit('worker', 'events', 1, on_duplicate => 'run', holder => 4711)")  # and nobody holds that token
+    with connect(autocommit=True) as killed:
+        killed.execute("select doorbell.hold_session(4711)")
+        killed.execute("select doorbell.admit('worker', 'events', 1, on_duplicate => 'run', holder => 4711)")
     sql("update doorbell.turn set admitted_at = now() - interval '8 days', ended_at = now() - interval '8 days'")
     assert sql("select removed from doorbell.prune_turns()") == [(1,)]
 

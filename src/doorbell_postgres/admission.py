@@ -16,6 +16,7 @@ from doorbell_postgres.calls import Call, Posted, Rows
 from doorbell_postgres.contract import Message, OnDuplicate, TurnState, UnfinishedTurn
 from doorbell_postgres.errors import (
     BusClosed,
+    DatabaseUnavailable,
     DoorbellError,
     ForkedBus,
     InvalidInput,
@@ -84,11 +85,14 @@ def new_nonce() -> int:
 
 def admit(
     handle: str, msg: Message, *, event_id: str | None, on_duplicate: OnDuplicate, holder: int, nonce: int
-) -> Call[Admitted]:
+) -> Call[Admitted | None]:
+    """None: nothing was taken, because nobody holds the token `holder`. Hold it, and send this again."""
     checked(msg, on_duplicate)
 
-    def read(rows: Rows) -> Admitted:
+    def read(rows: Rows) -> Admitted | None:
         channel_id, turn_id, state, should_run, attempt, failed, error, posts = rows[0]
+        if state == "unheld":
+            return None
         return Admitted(Claim(channel_id, turn_id, attempt, holder), state, should_run, failed, error, posts)
 
     return Call(
@@ -313,6 +317,13 @@ def not_owned(state: TurnState) -> TurnLost:
         "duplicate": "This turn has ended, and duplicates are skipped.",
     }.get(state, "This turn was released, finished or failed.")
     return TurnLost(f"{said} Ask turn.should_run before working on it; admit the message again to see where it stands.")
+
+
+def unheld() -> DatabaseUnavailable:
+    return DatabaseUnavailable(
+        "Nothing was admitted: the session that says that this bus lives ends again and again, or is on another server. "
+        "Where the DSN names several servers, add target_session_attrs=read-write."
+    )
 
 
 Leaving = Literal["finish", "settle", "nothing", "release", "fail"]

@@ -564,6 +564,11 @@ def hold_session(token: int) -> Call[bool]:
     return Call("select doorbell.hold_session(%s::bigint)", (token,), read_one)
 
 
+def beat() -> Call[bool]:
+    """Only to see whether the session is still there."""
+    return Call("select true", (), read_one)
+
+
 # -- opening ----------------------------------------------------------------------------------------------------------
 
 

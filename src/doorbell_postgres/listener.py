@@ -39,7 +39,8 @@ class Wire(psycopg.Connection[tuple[Any, ...]]):
     patience: float = watch.PATIENCE
     heard: list[bytes]
     armed: set[int]
-    holds: bool
+    keep_at: float
+    refusals: int
 
     def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
         try:
@@ -72,7 +73,7 @@ class Listener:
         self._list = Watchlist()
         self._mailboxes: dict[Watch, queue.SimpleQueue[Outcome]] = {}
         self._fresh: set[Watch] = set()
-        self._jobs: list[tuple[Call[Any], Future[Any]]] = []
+        self._jobs: list[tuple[Call[Any], Future[Any], int | None]] = []
         self._thread: threading.Thread | None = None
         self._closing = False
         self._pull, self._rope = socket.socketpair()  # closing the pulled end ends every wait on the rope
@@ -81,17 +82,13 @@ class Listener:
             end.setblocking(False)
         self._patience = watch.PATIENCE
         self._failures = 0
-        self._token: int | None = None
+        self._tokens: dict[int, bool] = {}  # and whether the connection holds them
+        self._distrusted = False
         self._status = Status(time.monotonic())
-        self._pooled: bool | None = None
 
     @property
     def state(self) -> ListenerState:
         return self._status.state
-
-    @property
-    def since(self) -> float:
-        return self._status.since
 
     # -- for bells ----------------------------------------------------------------------------------------------------
 
@@ -127,11 +124,33 @@ class Listener:
 
     def run(self, call: Call[T], timeout: float) -> T:
         """Run a read-only call on the listener's connection. DatabaseUnavailable when it has not succeeded in time."""
+        return self._ask(call, timeout)
+
+    def holds(self, token: int) -> bool:
+        """Whether the listener's session holds the token. As far as it knows: that session may have ended without a word."""
+        return self._tokens.get(token, False)
+
+    def hold(self, token: int, timeout: float) -> bool | None:
+        """Keep an exclusive lock on the token for as long as this listener lives, again after each reconnect.
+
+        False while another session holds it, a dead one of this bus: it is tried again until it is free. None where no
+        session can be held, behind a pooler in transaction mode.
+        """
+        with self._lock:
+            self._tokens.setdefault(token, False)
+        return self._ask(calls.hold_session(token), timeout, token)
+
+    def redial(self) -> None:
+        """Make a new connection: what this one holds is not seen where it matters."""
+        self._distrusted = True
+        self._wake()
+
+    def _ask(self, call: Call[T], timeout: float, token: int | None = None) -> T:
         future: Future[T] = Future()
         with self._lock:
             if self._closing:
                 raise wire.closed()
-            self._jobs.append((call, future))
+            self._jobs.append((call, future, token))
         self._wake()
         try:
             return future.result(timeout)
@@ -140,16 +159,6 @@ class Listener:
             raise wire.unanswered(timeout, self.state.reason) from None
         except CancelledError:
             raise wire.closed_meanwhile() from None
-
-    def hold(self, token: int, timeout: float) -> bool:
-        """Keep an exclusive lock on the session's token for as long as this listener lives, again after each reconnect.
-
-        False where no session can be held, behind a pooler in transaction mode.
-        """
-        self._token = token
-        if self._pooled is None:
-            self.run(calls.hello(), timeout)  # only a connection tells whether there is a pooler
-        return False if self._pooled else self.run(calls.hold_session(token), timeout)
 
     def announced(self, channel_id: int) -> None:
         """This process has posted there: look without waiting for the database to say so."""
@@ -166,7 +175,7 @@ class Listener:
             self._closing = True
             for each in self._list.clear():
                 self._mailboxes[each].put("closed")
-            for _, future in self._jobs:
+            for _, future, _ in self._jobs:
                 future.cancel()
             self._jobs.clear()
             thread = self._thread
@@ -197,10 +206,15 @@ class Listener:
             try:
                 connection = self._open()
                 connection.patience = self._patience
+                served_from = time.monotonic()
                 try:
                     self._became_ready(connection)
                     self._serve(connection)
                 finally:
+                    with self._lock:
+                        self._tokens = dict.fromkeys(self._tokens, False)
+                    if time.monotonic() - served_from >= watch.SERVED:
+                        self._failures = 0
                     connection.close()
             except Exception as exc:
                 if self._closing:
@@ -256,6 +270,7 @@ class Listener:
             connection.patience = watch.MOST_PATIENCE
             connection.heard = []
             connection.armed = set()
+            connection.keep_at, connection.refusals = 0.0, 0
             # Notifications that come with the answer of a query, not while waiting for one.
             connection.add_notify_handler(lambda note: connection.heard.append(note.payload.encode()))
             try:
@@ -272,6 +287,7 @@ class Listener:
 
     def _became_ready(self, connection: Wire) -> None:
         """LISTEN, committed, before the first scan: what is posted after it is announced, what was before it is scanned."""
+        self._distrusted = False
         why_not = wire.why_not_listen(connection, wanted=self._listen)
         if why_not is None:
             try:
@@ -280,13 +296,13 @@ class Listener:
                 why_not = wire.why(exc)
         with self._lock:
             self._list.wake_all(time.monotonic())
-        self._pooled = wire.is_pooled(connection)
-        connection.holds = False
         self._log(self._status.ready(why_not, time.monotonic(), warn=self._listen))
 
     def _serve(self, connection: Wire) -> None:
         unwanted_since: float | None = None
         while not self._closing:
+            if self._distrusted:
+                raise psycopg.OperationalError("its session is not seen where turns are admitted")
             self._keep(connection)
             self._do_jobs(connection)
             self._arm(connection)
@@ -301,15 +317,30 @@ class Listener:
                     return
             due = self._next_due()
             until = due if due is not None else (unwanted_since or now) + watch.LINGER
-            if self._token is not None and not connection.holds and not self._pooled:
-                until = min(until, now + 1.0)
+            if self._tokens and not wire.is_pooled(connection):
+                until = min(until, connection.keep_at)
             if connection.heard or connection in self._ready(max(0.0, until - now), connection):
                 self._hear(connection)
 
     def _keep(self, connection: Wire) -> None:
-        """Hold the session's token again after a reconnect. The dead session may hold it for a while; then ask again."""
-        if self._token is not None and not connection.holds and not self._pooled:
-            connection.holds = self._execute(connection, calls.hold_session(self._token))
+        """Hold the tokens again after a reconnect. The dead session may hold them for a while; then ask again."""
+        if not self._tokens or time.monotonic() < connection.keep_at or wire.is_pooled(connection):
+            return
+        with self._lock:
+            missing = [token for token, held in self._tokens.items() if not held]
+        if not missing:
+            self._execute(connection, calls.beat())
+        refused = [token for token in missing if not self._take(connection, token)]
+        connection.keep_at = time.monotonic() + watch.keep_again(connection.refusals if refused else None)
+        connection.refusals += bool(refused)
+
+    def _take(self, connection: Wire, token: int) -> bool | None:
+        if wire.is_pooled(connection):
+            return None
+        held = self._execute(connection, calls.hold_session(token))
+        with self._lock:
+            self._tokens[token] = held
+        return held
 
     def _arm(self, connection: Wire) -> None:
         """Hold the keys of the channels that are waited on, so that their posts are announced; let the others go.
@@ -349,6 +380,7 @@ class Listener:
     def _look(self, connection: Wire) -> None:
         with self._lock:
             watches, expecting = self._list.take(time.monotonic())
+            asked = [(each, self._mailboxes[each]) for each in watches]
             questions, preview = watch.ask(watches)
         if not watches:
             return
@@ -360,23 +392,23 @@ class Listener:
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):
                 raise
-            self._deliver_to_all(wire.translate(exc, calls.hello()))
+            self._refuse(asked, wire.translate(exc, calls.hello()))
             return
         self._patience = connection.patience = watch.patience_after(time.monotonic() - began)
         self._failures = 0
         self._status.scanned = time.monotonic()
         rang = False
         with self._lock:
-            for each, own in zip(watches, watch.answer(watches, news), strict=True):
-                if each not in self._list:
+            for (each, mailbox), own in zip(asked, watch.answer(watches, news), strict=True):
+                if not self._waits(each, mailbox):
                     continue  # its wait has ended meanwhile, and its floors are not ours to move
                 outcome: Outcome | None = each.settle(own)
                 rang = rang or outcome is not None
                 if outcome is None and each in self._fresh:
-                    self._mailboxes[each].put("nothing")
+                    mailbox.put("nothing")
                 elif outcome is not None:
                     self._list.remove(each)
-                    self._mailboxes[each].put(outcome)
+                    mailbox.put(outcome)
                 self._fresh.discard(each)
         if rang:
             self._on_news()
@@ -386,10 +418,10 @@ class Listener:
             with self._lock:
                 if not self._jobs:
                     return
-                call, future = self._jobs[0]
+                call, future, token = self._jobs[0]
             if not future.cancelled():
                 try:
-                    result = self._execute(connection, call)
+                    result = self._execute(connection, call) if token is None else self._take(connection, token)
                 except psycopg.Error as exc:
                     if not watch.refused_for_good(exc.sqlstate):
                         raise  # the connection goes, the job stays for the next one
@@ -420,15 +452,21 @@ class Listener:
             if connection.info.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
                 connection.execute("rollback")
 
-    def _deliver_to_all(self, error: Exception) -> None:
+    def _waits(self, each: Watch, mailbox: queue.SimpleQueue[Outcome]) -> bool:
+        """Whether that wait still lasts. The bell's next one has a mailbox of its own, and gets a scan of its own."""
+        return each in self._list and self._mailboxes[each] is mailbox
+
+    def _refuse(self, asked: list[tuple[Watch, queue.SimpleQueue[Outcome]]], error: Exception) -> None:
         with self._lock:
-            for each in self._list.clear():
-                self._mailboxes[each].put(error)
-            self._fresh.clear()
+            for each, mailbox in asked:
+                if self._waits(each, mailbox):
+                    self._list.remove(each)
+                    self._fresh.discard(each)
+                    mailbox.put(error)
 
     def _wanted(self) -> bool:
         with self._lock:
-            return bool(self._jobs) or len(self._list) > 0 or self._token is not None
+            return bool(self._jobs) or len(self._list) > 0 or bool(self._tokens)
 
     def _next_due(self) -> float | None:
         with self._lock:

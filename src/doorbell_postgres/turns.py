@@ -6,6 +6,7 @@ What a turn promises is what the functions of admission.sql promise; this is the
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import datetime
@@ -206,7 +207,6 @@ class Turns:
     def __init__(self, store: Store) -> None:
         self.store = store
         self._token = admission.new_token()
-        self._held_since: float | None = None
         self._unsent: list[Call[bool]] = []
         self._lock = threading.Lock()
 
@@ -222,14 +222,27 @@ class Turns:
         admission.checked(msg, on_duplicate)
         self.store.check_usable()
         self._send_unsent()
-        holder, nonce = self._token if self._hold() else 0, admission.new_nonce()
-        call = admission.admit(handle, msg, event_id=event_id, on_duplicate=on_duplicate, holder=holder, nonce=nonce)
-        try:
-            return Turn(self, handle, msg, self.store._run(call, conn))
-        except BaseException as exc:
-            if conn is None and not admission.is_refusal(exc):
+        ends, unheld = time.monotonic() + self._patience, 0
+        holder, nonce = self._holder(), admission.new_nonce()
+        while True:
+            call = admission.admit(handle, msg, event_id=event_id, on_duplicate=on_duplicate, holder=holder, nonce=nonce)
+            try:
+                admitted = self.store._run(call, conn)
+                if admitted is not None:
+                    return Turn(self, handle, msg, admitted)
+                if time.monotonic() >= ends:
+                    raise admission.unheld()
+                unheld += 1
+                held = self._holder(unheld)
+            except BaseException as exc:
+                if conn is None and not admission.is_refusal(exc):
+                    self.send_later(admission.abandon(handle, msg, holder=holder, nonce=nonce))
+                raise
+            if conn is None and held != holder:
+                # What this call has taken, if its answer was lost, would not be known as its own under another token.
                 self.send_later(admission.abandon(handle, msg, holder=holder, nonce=nonce))
-            raise
+                self._send_unsent()
+            holder = held
 
     @contextmanager
     def turn(
@@ -267,13 +280,22 @@ class Turns:
                 self.send_later(call)
                 raise
 
-    def _hold(self) -> bool:
-        """Whether the token is locked. Asked again only when the listener has changed its state since: it takes the token
-        again by itself after a reconnect."""
-        listener = self.store.listener
-        since = listener.since
-        if self._held_since == since:
-            return True
-        held = listener.hold(self._token, max(5.0, self.store._retry_for))
-        self._held_since = since if held else None
-        return held
+    @property
+    def _patience(self) -> float:
+        return max(5.0, self.store._retry_for)
+
+    def _holder(self, unheld: int = 0) -> int:
+        """A token that the listener's session holds, so far as it knows; 0 where no session can be held.
+
+        `unheld`: how often the database has said since that nobody holds it.
+        """
+        listener, token = self.store.listener, self._token
+        if not unheld and listener.holds(token):
+            return token
+        if unheld > 1:
+            listener.redial()
+        held = listener.hold(token, self._patience)
+        while held is False:  # an earlier session of this bus has it, which ends at any moment
+            token = self._token = admission.new_token()
+            held = listener.hold(token, self._patience)
+        return token if held else 0

@@ -45,6 +45,13 @@ LINGER = 60.0
 LET_GO = 0.02
 # Announcements that follow a first one are gathered for this long.
 GATHER = 0.010
+# A token that another session holds, the dead one of before, is tried again so soon, then at twice the distance each time.
+HOLD_AGAIN, HOLD_AT_LEAST = 0.002, 0.1
+# A session that holds tokens is looked after this often: the server may have dropped it without a word, and its turns then
+# read as nobody's.
+BEAT = 5.0
+# Who has served for so long was not in vain: the next dial follows at once.
+SERVED = 1.0
 # At most this share of its time is spent on announcing, so that a slow server is not asked more than it can do.
 SHARE = 0.1
 # A connection that flaps is reported once in this time, with its return.
@@ -276,6 +283,11 @@ def patience_after(took: float) -> float:
     return min(MOST_PATIENCE, max(PATIENCE, 2 * took))
 
 
+def keep_again(refusals: int | None) -> float:
+    """When to look after a session's tokens again: all are held (None), or some were refused, after so many times before."""
+    return BEAT if refusals is None else min(HOLD_AT_LEAST, HOLD_AGAIN * 2 ** min(refusals, 10))
+
+
 def rewound() -> LogRewound:
     return LogRewound(
         "The log is older than what this bell has seen: a restore or a failover has lost its end, and other messages may "
@@ -311,11 +323,6 @@ class Status:
     @property
     def state(self) -> ListenerState:
         return replace(self._state, scanned=self.scanned)
-
-    @property
-    def since(self) -> float:
-        """That of the state, which tells two states apart: `state` itself is a new one whenever it is asked for."""
-        return self._state.since
 
     def become(self, kind: Doing, reason: str | None, now: float) -> None:
         if self.state.kind not in (kind, "closed"):

@@ -25,6 +25,7 @@ class _Link:
         self._server: socket.socket | None = None
         self._open = threading.Event()
         self._gone = False
+        self._dropped = False
         self._swallow: threading.Event | None = None
         self._threads = [threading.Thread(target=self._up, daemon=True)]
         if not frozen:
@@ -36,6 +37,12 @@ class _Link:
 
     def thaw(self) -> None:
         self._open.set()
+
+    def drop(self) -> None:
+        self._dropped = True
+        if self._server is not None:
+            with contextlib.suppress(OSError):
+                self._server.shutdown(socket.SHUT_RDWR)
 
     def cut(self) -> None:
         """Close both ends, and wait until nothing of this link is left."""
@@ -80,7 +87,8 @@ class _Link:
                     break
                 if not self._pass(data, self._client):
                     break
-        self._hang_up()
+        if not self._dropped:
+            self._hang_up()
 
     def _pass(self, data: bytes, to: socket.socket) -> bool:
         if self._proxy.latency:
@@ -118,11 +126,17 @@ class Proxy:
 
     # -- what can happen to a network ---------------------------------------------------------------------------------
 
-    def freeze(self) -> None:
-        """Established connections carry nothing more; new ones work."""
+    def freeze(self, *, since: int = 0) -> None:
+        """Established connections carry nothing more, all or those after the first so many; new ones work."""
+        with self._lock:
+            for link in self._links[since:]:
+                link.freeze()
+
+    def drop(self) -> None:
+        """End every connection for the server; clients hear of it when they next send something. New ones work."""
         with self._lock:
             for link in self._links:
-                link.freeze()
+                link.drop()
 
     def freeze_all(self) -> None:
         """Established connections carry nothing more; new ones are accepted and never answered."""

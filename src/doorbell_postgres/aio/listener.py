@@ -76,7 +76,8 @@ class Wire(psycopg.AsyncConnection[tuple[Any, ...]]):
     patience: float = watch.PATIENCE
     heard: list[bytes]
     armed: set[int]
-    holds: bool
+    keep_at: float
+    refusals: int
 
     async def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
         return await drive(gen, self.pgconn.socket, self.patience)
@@ -86,8 +87,7 @@ class Wire(psycopg.AsyncConnection[tuple[Any, ...]]):
 class _Job(Generic[T]):
     call: Call[T]
     future: asyncio.Future[T]
-    # What it answers where no session is one's own; None: it needs none.
-    without_session: T | None = None
+    token: int | None = None
 
 
 class Listener:
@@ -108,17 +108,14 @@ class Listener:
         self._closing = False
         self._failures = 0
         self._patience = watch.PATIENCE
-        self._token: int | None = None
+        self._tokens: dict[int, bool] = {}  # and whether the connection holds them
+        self._distrusted = False
         self._left = 0.0
         self._status = Status(self._loop.time())
 
     @property
     def state(self) -> ListenerState:
         return self._status.state
-
-    @property
-    def since(self) -> float:
-        return self._status.since
 
     # -- for bells ----------------------------------------------------------------------------------------------------
 
@@ -152,13 +149,23 @@ class Listener:
         """Run a read-only call on the listener's connection. DatabaseUnavailable when it has not succeeded in time."""
         return await self._ask(_Job(call, self._loop.create_future()), timeout)
 
-    async def hold(self, token: int, timeout: float) -> bool:
-        """Keep an exclusive lock on the session's token for as long as this listener lives, again after each reconnect.
+    def holds(self, token: int) -> bool:
+        """Whether the listener's session holds the token. As far as it knows: that session may have ended without a word."""
+        return self._tokens.get(token, False)
 
-        False where no session can be held, behind a pooler in transaction mode.
+    async def hold(self, token: int, timeout: float) -> bool | None:
+        """Keep an exclusive lock on the token for as long as this listener lives, again after each reconnect.
+
+        False while another session holds it, a dead one of this bus: it is tried again until it is free. None where no
+        session can be held, behind a pooler in transaction mode.
         """
-        self._token = token
-        return await self._ask(_Job(calls.hold_session(token), self._loop.create_future(), without_session=False), timeout)
+        self._tokens.setdefault(token, False)
+        return await self._ask(_Job(calls.hold_session(token), self._loop.create_future(), token), timeout)
+
+    def redial(self) -> None:
+        """Make a new connection: what this one holds is not seen where it matters."""
+        self._distrusted = True
+        self._wake()
 
     async def _ask(self, job: _Job[T], timeout: float) -> T:
         if self._closing:
@@ -208,10 +215,14 @@ class Listener:
             try:
                 connection = await self._open()
                 connection.patience = self._patience
+                served_from = self._loop.time()
                 try:
                     await self._became_ready(connection)
                     await self._serve(connection)
                 finally:
+                    self._tokens = dict.fromkeys(self._tokens, False)
+                    if self._loop.time() - served_from >= watch.SERVED:
+                        self._failures = 0
                     await connection.close()
             except Exception as exc:
                 if not isinstance(exc, psycopg.Error):
@@ -257,6 +268,7 @@ class Listener:
         try:
             heard = connection.heard = []
             connection.armed = set()
+            connection.keep_at, connection.refusals = 0.0, 0
             connection.patience = watch.MOST_PATIENCE  # one that is slow has others dialling beside it
             # Notifications that come with the answer of a query, not while waiting for one.
             connection.add_notify_handler(lambda note: heard.append(note.payload.encode()))
@@ -269,6 +281,7 @@ class Listener:
 
     async def _became_ready(self, connection: Wire) -> None:
         """LISTEN, committed, before the first scan: what is posted after it is announced, what was before it is scanned."""
+        self._distrusted = False
         why_not = wire.why_not_listen(connection, wanted=self._listen)
         if why_not is None:
             try:
@@ -276,18 +289,19 @@ class Listener:
             except wire.LISTEN_REFUSED as exc:
                 why_not = wire.why(exc)
         self._list.wake_all(self._loop.time())
-        connection.holds = False
         self._log(self._status.ready(why_not, self._loop.time(), warn=self._listen))
 
     async def _serve(self, connection: Wire) -> None:
         unwanted_since: float | None = None
         while True:
             self._nudged.clear()
+            if self._distrusted:
+                raise psycopg.OperationalError("its session is not seen where turns are admitted")
             await self._keep(connection)
             await self._do_jobs(connection)
             until = await self._arm(connection)
-            if not self._is_held(connection):
-                until = min(until, self._loop.time() + 1.0)
+            if self._tokens and not wire.is_pooled(connection):
+                until = min(until, connection.keep_at)
             await self._look(connection)
             now = self._loop.time()
             if self._wanted():
@@ -314,13 +328,22 @@ class Listener:
             timer.cancel()
             self._loop.remove_reader(fd)
 
-    def _is_held(self, connection: Wire) -> bool:
-        return self._token is None or connection.holds or wire.is_pooled(connection)
-
     async def _keep(self, connection: Wire) -> None:
-        """Hold the session's token again after a reconnect. The dead session may hold it for a while; then ask again."""
-        if self._token is not None and not self._is_held(connection):
-            connection.holds = await self._execute(connection, calls.hold_session(self._token))
+        """Hold the tokens again after a reconnect. The dead session may hold them for a while; then ask again."""
+        if not self._tokens or self._loop.time() < connection.keep_at or wire.is_pooled(connection):
+            return
+        missing = [token for token, held in self._tokens.items() if not held]
+        if not missing:
+            await self._execute(connection, calls.beat())
+        refused = [token for token in missing if not await self._take(connection, token)]
+        connection.keep_at = self._loop.time() + watch.keep_again(connection.refusals if refused else None)
+        connection.refusals += bool(refused)
+
+    async def _take(self, connection: Wire, token: int) -> bool | None:
+        if wire.is_pooled(connection):
+            return None
+        held = self._tokens[token] = await self._execute(connection, calls.hold_session(token))
+        return held
 
     async def _arm(self, connection: Wire) -> float:
         """Hold the keys of the channels that are waited on, so that their posts are announced; let the others go.
@@ -357,6 +380,7 @@ class Listener:
 
     async def _look(self, connection: Wire) -> None:
         watches, expecting = self._list.take(self._loop.time())
+        asked = [(each, self._mailboxes[each]) for each in watches]
         questions, preview = watch.ask(watches)
         if not watches:
             return
@@ -368,22 +392,22 @@ class Listener:
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):
                 raise
-            self._deliver_to_all(wire.translate(exc, calls.hello()))
+            self._refuse(asked, wire.translate(exc, calls.hello()))
             return
         self._failures = 0
         self._status.scanned = self._loop.time()
         self._patience = connection.patience = watch.patience_after(self._loop.time() - began)
         rang = False
-        for each, own in zip(watches, watch.answer(watches, news), strict=True):
-            if each not in self._list:
+        for (each, mailbox), own in zip(asked, watch.answer(watches, news), strict=True):
+            if not self._waits(each, mailbox):
                 continue  # its wait has ended meanwhile, and its floors are not ours to move
             outcome: Outcome | None = each.settle(own)
             if outcome is not None:
                 rang = True
                 self._list.remove(each)
-                self._mailboxes[each].put_nowait(outcome)
+                mailbox.put_nowait(outcome)
             elif each in self._fresh:
-                self._mailboxes[each].put_nowait("nothing")
+                mailbox.put_nowait("nothing")
             self._fresh.discard(each)
         if rang:
             self._on_news()
@@ -402,11 +426,11 @@ class Listener:
             if self._jobs and self._jobs[0] is job:
                 self._jobs.pop(0)
 
-    async def _outcome(self, connection: Wire, job: _Job[T]) -> T | Exception:
+    async def _outcome(self, connection: Wire, job: _Job[Any]) -> Any:
         """What a job has come to. Raises when the connection goes: the job stays for the next one."""
-        if job.without_session is not None and wire.is_pooled(connection):
-            return job.without_session
         try:
+            if job.token is not None:
+                return await self._take(connection, job.token)
             return await self._execute(connection, job.call)
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):
@@ -423,14 +447,20 @@ class Listener:
             if connection.info.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
                 await connection.execute("rollback")
 
-    def _deliver_to_all(self, error: Exception) -> None:
-        for each in self._list.clear():
-            self._mailboxes[each].put_nowait(error)
-        self._fresh.clear()
+    def _waits(self, each: Watch, mailbox: Mailbox) -> bool:
+        """Whether that wait still lasts. The bell's next one has a mailbox of its own, and gets a scan of its own."""
+        return each in self._list and self._mailboxes[each] is mailbox
+
+    def _refuse(self, asked: list[tuple[Watch, Mailbox]], error: Exception) -> None:
+        for each, mailbox in asked:
+            if self._waits(each, mailbox):
+                self._list.remove(each)
+                self._fresh.discard(each)
+                mailbox.put_nowait(error)
 
     def _wanted(self) -> bool:
         self._jobs = [job for job in self._jobs if not job.future.done()]
-        return not self._closing and (bool(self._jobs) or len(self._list) > 0 or self._token is not None)
+        return not self._closing and (bool(self._jobs) or len(self._list) > 0 or bool(self._tokens))
 
     @staticmethod
     def _log(line: tuple[int, str] | None) -> None:

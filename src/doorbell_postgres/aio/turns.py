@@ -206,7 +206,6 @@ class AsyncTurns:
     def __init__(self, store: AsyncStore) -> None:
         self.store = store
         self._token = admission.new_token()
-        self._held_since: float | None = None
         self._unsent: list[Call[bool]] = []
         self._sending: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -222,16 +221,28 @@ class AsyncTurns:
     ) -> AsyncTurn:
         admission.checked(msg, on_duplicate)
         self.store.check_usable()
-        if (sending := self._send()) is not None:
-            await asyncio.shield(sending)
-        holder, nonce = self._token if await self._hold() else 0, admission.new_nonce()
-        call = admission.admit(handle, msg, event_id=event_id, on_duplicate=on_duplicate, holder=holder, nonce=nonce)
-        try:
-            return AsyncTurn(self, handle, msg, await self.store._run(call, conn))
-        except BaseException as exc:
-            if conn is None and not admission.is_refusal(exc):
+        await self._sent()
+        ends, unheld = asyncio.get_running_loop().time() + self._patience, 0
+        holder, nonce = await self._holder(), admission.new_nonce()
+        while True:
+            call = admission.admit(handle, msg, event_id=event_id, on_duplicate=on_duplicate, holder=holder, nonce=nonce)
+            try:
+                admitted = await self.store._run(call, conn)
+                if admitted is not None:
+                    return AsyncTurn(self, handle, msg, admitted)
+                if asyncio.get_running_loop().time() >= ends:
+                    raise admission.unheld()
+                unheld += 1
+                held = await self._holder(unheld)
+            except BaseException as exc:
+                if conn is None and not admission.is_refusal(exc):
+                    self.send_later(admission.abandon(handle, msg, holder=holder, nonce=nonce))
+                raise
+            if conn is None and held != holder:
+                # What this call has taken, if its answer was lost, would not be known as its own under another token.
                 self.send_later(admission.abandon(handle, msg, holder=holder, nonce=nonce))
-            raise
+                await self._sent()
+            holder = held
 
     @asynccontextmanager
     async def turn(
@@ -263,6 +274,10 @@ class AsyncTurns:
             self._sending = self.spawn(self._send_unsent())
         return self._sending if self._sending is not None and not self._sending.done() else None
 
+    async def _sent(self) -> None:
+        if (sending := self._send()) is not None:
+            await asyncio.shield(sending)
+
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Work that goes on when the task that wants it is cancelled."""
         task = asyncio.create_task(work, name="doorbell-turn")
@@ -284,13 +299,22 @@ class AsyncTurns:
                 self._unsent.append(call)
                 raise
 
-    async def _hold(self) -> bool:
-        """Whether the token is locked. Asked again only when the listener has changed its state since: it takes the token
-        again by itself after a reconnect."""
-        listener = (await self.store.opened()).listener
-        since = listener.since
-        if self._held_since == since:
-            return True
-        held = await listener.hold(self._token, max(5.0, self.store._retry_for))
-        self._held_since = since if held else None
-        return held
+    @property
+    def _patience(self) -> float:
+        return max(5.0, self.store._retry_for)
+
+    async def _holder(self, unheld: int = 0) -> int:
+        """A token that the listener's session holds, so far as it knows; 0 where no session can be held.
+
+        `unheld`: how often the database has said since that nobody holds it.
+        """
+        listener, token = (await self.store.opened()).listener, self._token
+        if not unheld and listener.holds(token):
+            return token
+        if unheld > 1:
+            listener.redial()
+        held = await listener.hold(token, self._patience)
+        while held is False:  # an earlier session of this bus has it, which ends at any moment
+            token = self._token = admission.new_token()
+            held = await listener.hold(token, self._patience)
+        return token if held else 0
