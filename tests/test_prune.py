@@ -13,7 +13,7 @@ from psycopg import errors
 
 from doorbell_postgres import HistoryPruned, InvalidInput, NotSubscribed, UnknownChannel, operations
 from doorbell_postgres.admin import Admin
-from support import Api, background, waiting_in_database
+from support import Api, background, eventually, waiting_in_database
 
 Sql = Callable[..., list[tuple[Any, ...]]]
 Connect = Callable[..., psycopg.Connection[Any]]
@@ -174,6 +174,7 @@ def test_a_turn_whose_second_run_was_killed_is_pruned_all_the_same(sql: Sql, con
     with connect(autocommit=True) as killed:
         killed.execute("select doorbell.hold_session(4711)")
         killed.execute("select doorbell.admit('worker', 'events', 1, on_duplicate => 'run', holder => 4711)")
+    eventually(lambda: sql("select doorbell._alive(4711)") == [(False,)])
     sql("update doorbell.turn set admitted_at = now() - interval '8 days', ended_at = now() - interval '8 days'")
     assert sql("select removed from doorbell.prune_turns()") == [(1,)]
 
