@@ -236,7 +236,7 @@ def test_a_time_limit_of_the_role_while_a_post_is_staged(
     api: Api, dsn: str, bus: Any, open_bus: OpenBus, sql: Sql, holder: Any, setting: str
 ) -> None:
     """Whatever the client is told, its post is in the log at most once."""
-    if not sql("select from pg_settings where name = %s", setting):
+    if not sql("select name from pg_settings where name = %s", setting):
         pytest.skip(f"this server has no {setting}")
     bus.post("events", "zero", sender="ci")
     limited = open_bus(dsn=make_conninfo(dsn, options=f"-c {setting}=700"), retry_for=5)
