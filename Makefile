@@ -20,8 +20,17 @@ help: ## list the targets
 demo: $(VENV)/.demo ## two agents on a Postgres of their own, one of them killed, nothing lost
 	@$(BIN)/python -u examples/two_agents.py
 
-test: $(VENV)/.dev ## the whole suite; pytest options: make test ARGS="-k wait -x"
+test: $(VENV)/.dev ## the whole suite; one pytest of your own: make test ARGS="-k wait -x"
+ifdef ARGS
 	@$(BIN)/python -m pytest $(ARGS)
+else
+	@echo "The whole suite, by what the tests may run beside: first those without promises of time, then the others (a quarter of an hour) ..."
+	@code=0; \
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not timing and not alone" || code=1; \
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "timing and not alone" || code=1; \
+	$(BIN)/python -m pytest -m alone || code=1; \
+	exit $$code
+endif
 
 lint: $(VENV)/.dev ## ruff: rules and format
 	@$(BIN)/ruff check .
