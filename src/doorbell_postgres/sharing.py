@@ -1,6 +1,6 @@
 """Posts of one process to one channel share calls: those that come while one is under way go together in the next.
 
-A post that finds its channel free goes at once, by itself, and waits for nobody.
+A post that finds its channel free goes at once, by itself, and waits for nobody. So do those of the main thread.
 """
 
 from __future__ import annotations
