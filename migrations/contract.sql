@@ -285,6 +285,8 @@ $$;
 --
 -- Promise: one row a draft, in the order given. New messages get consecutive numbers in that order; a draft whose key the
 --   channel knows, or an earlier draft of the same call has, is not posted and comes back as its original.
+-- Plans: each draft is looked up by a probe of its own (limit 1). A join that was planned while the log was short reads all of
+--   it once it is long.
 -- senders, where it is given, has a sender for each draft, and sender stands for those that are null.
 -- Locks, errors, notify: as post.
 create function doorbell.post_many(
@@ -307,7 +309,7 @@ create function doorbell.post_many(
   original_body text,
   original_headers jsonb
 )
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off
 as $$
 declare
   v_id bigint;
@@ -358,7 +360,9 @@ begin
     with drafts as (
       select d.n, d.key, case when d.key is null then d.n else min(d.n) over (partition by d.key) end as first, o.seq as old_seq
       from unnest(idempotency_keys) with ordinality as d (key, n)
-      left join doorbell.message as o on o.channel_id = v_id and o.idempotency_key = d.key
+      left join lateral (
+        select m.seq from doorbell.message as m where m.channel_id = v_id and m.idempotency_key = d.key limit 1
+      ) as o on true
     ), numbered as (
       select d.n, v_head + row_number() over (order by d.n) as seq
       from drafts as d
@@ -386,7 +390,12 @@ begin
   return query
     select v_id, d.n, d.seq, coalesce(o.created_at, v_time), d.posted, v_armed, o.sender, o.body, o.headers
     from unnest(v_seqs, v_posted) with ordinality as d (seq, posted, n)
-    left join doorbell.message as o on not d.posted and o.channel_id = v_id and o.seq = d.seq
+    left join lateral (
+      select m.created_at, m.sender, m.body, m.headers
+      from doorbell.message as m
+      where not d.posted and m.channel_id = v_id and m.seq = d.seq
+      limit 1
+    ) as o on true
     order by d.n;
 end
 $$;
