@@ -48,7 +48,7 @@ class _Session:
     def __init__(self, dsn: str) -> None:
         self._bus = MessageBus(dsn)
         self._acked = 0
-        head = self._bus.store.head("log")
+        self._head = head = self._bus.store.head("log")
         self._bus.subscribe("waiting", "log")
         self._bus.subscribe("behind", "log", at="start")
         self._bus.ack("behind", "log", head - 10)
@@ -56,7 +56,7 @@ class _Session:
             self._bus.subscribe(f"acker-{number}", "log", at="start")
 
     def ack(self) -> None:
-        self._bus.ack(f"acker-{self._acked % ACKERS}", "log", self._acked // ACKERS + 1)
+        self._bus.ack(f"acker-{self._acked % ACKERS}", "log", min(self._acked // ACKERS + 1, self._head))
         self._acked += 1
 
     def head(self) -> None:
