@@ -22,6 +22,7 @@ import pytest
 from psycopg.rows import dict_row
 
 import doorbell_postgres
+from doorbell_postgres import MessageBus, pool
 from doorbell_postgres.contract import Backlog, Draft, Message
 from doorbell_postgres.errors import BusClosed, ChannelBusy, InvalidInput, LogRewound, UnknownChannel
 from support import Api, backends, background, bell_is_waiting, eventually, run_script, waiting_in_database
@@ -906,3 +907,16 @@ def test_a_bell_starts_over_once_when_an_operator_has_renewed_the_epoch(api: Api
     assert bell.wait(0) is None
     bus.post("events", "after", sender="ci")
     assert bell.wait(5).seq == 1
+
+
+def test_a_call_that_cannot_be_prepared_was_not_sent(dsn: str, sql: Sql) -> None:
+    """A statement is prepared before its second use, not after: else a post that is in the log would be told as failed."""
+    with MessageBus(dsn, max_size=1) as bus:
+        bus.post("events", "first", sender="ci")
+        after = next(pool._numbers)
+        with bus.transaction() as connection:
+            for number in range(after + 1, after + 4):
+                connection.execute(f"prepare doorbell_{number} as select 1".encode())
+        with pytest.raises(psycopg.errors.DuplicatePreparedStatement):
+            bus.post("events", "second", sender="ci")
+        assert sql("select body from doorbell.message") == [("first",)]

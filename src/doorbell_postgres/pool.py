@@ -37,6 +37,9 @@ def _not_ours(record: logging.LogRecord) -> bool:
 logging.getLogger("psycopg.pool").addFilter(_not_ours)
 
 
+_numbers = itertools.count()  # of prepared statements
+
+
 class Pooled(psycopg.Connection[Any]):
     """A connection of the pool, which sends calls by the shortest way."""
 
@@ -50,30 +53,35 @@ class Pooled(psycopg.Connection[Any]):
         psycopg's cursor adapts any type, keeps its result and knows row factories. That was half of what a call cost its
         process. So a statement that comes up again is prepared here, and sent with plain parameters as the text they are.
         """
-        if (name := self._names.get(sql)) and (values := _as_text(params)) is not None:
-            with self.lock:
-                self.pgconn.send_query_prepared(name, values)
-                result = self._result()
-            self._loading.set_pgresult(result)
-            rows: list[tuple[Any, ...]] = self._loading.load_rows(0, result.ntuples, tuple)
+        name = self._name_of(sql)
+        values = _as_text(params) if name else None
+        if name is None or values is None:
+            rows = self._cursor.execute(sql, params).fetchall()
+            if len(rows) > 1:
+                del self._cursor  # its result would stay in memory until the next call
             return rows
-        rows = self._cursor.execute(sql, params).fetchall()
-        if len(rows) > 1:
-            del self._cursor  # its result would stay in memory until the next call
-        if name is None and not wire.is_pooled(self) and "%b" not in sql:
-            self._prepare_again(sql)
-        return rows
-
-    def _prepare_again(self, sql: str) -> None:
-        if sql not in self._seen:  # a process that sends one message never pays for it
-            self._seen.add(sql)
-            return
-        name = b"doorbell_%d" % len(self._names)
-        places = itertools.count(1)
         with self.lock:
-            self.pgconn.send_prepare(name, re.sub("%s", lambda _: f"${next(places)}", sql).encode())
-            self._result()
-        self._names[sql] = name
+            self.pgconn.send_query_prepared(name, values)
+            result = self._result()
+        self._loading.set_pgresult(result)
+        loaded: list[tuple[Any, ...]] = self._loading.load_rows(0, result.ntuples, tuple)
+        return loaded
+
+    def _name_of(self, sql: str) -> bytes | None:
+        """The name of the statement, from its second use on: a process that sends one message never pays for it.
+
+        Before it is sent, not after: what fails here must not be taken for the failure of a call that has succeeded.
+        """
+        if sql not in self._statements:
+            self._statements[sql] = None
+        elif self._statements[sql] is None and not wire.is_pooled(self) and "%b" not in sql:
+            name = b"doorbell_%d" % next(_numbers)
+            places = itertools.count(1)
+            with self.lock:
+                self.pgconn.send_prepare(name, re.sub("%s", lambda _: f"${next(places)}", sql).encode())
+                self._result()
+            self._statements[sql] = name
+        return self._statements[sql]
 
     def _result(self) -> PGresult:
         result: PGresult = self.wait(execute(self.pgconn))[-1]
@@ -90,12 +98,8 @@ class Pooled(psycopg.Connection[Any]):
         return Transformer.from_context(self)
 
     @cached_property
-    def _names(self) -> dict[str, bytes]:
+    def _statements(self) -> dict[str, bytes | None]:
         return {}
-
-    @cached_property
-    def _seen(self) -> set[str]:
-        return set()
 
 
 _TEXT: dict[type, Callable[[Any], bytes | None]] = {
