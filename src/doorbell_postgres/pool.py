@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 import threading
 import time
@@ -23,19 +22,6 @@ from psycopg_pool import ConnectionPool, PoolClosed, PoolTimeout
 from doorbell_postgres import wire
 
 Connection = psycopg.Connection[Any]
-
-NAME = "doorbell"
-# How long a connection may be kept out of the pool, in seconds: the pool renews connections that have grown old.
-KEEP = 60.0
-
-
-def _not_ours(record: logging.LogRecord) -> bool:
-    return not (isinstance(record.args, tuple) and NAME in record.args)
-
-
-# The pool logs every dial that fails, on a logger of its own. Whoever asked for the connection gets the reason instead.
-logging.getLogger("psycopg.pool").addFilter(_not_ours)
-
 
 _numbers = itertools.count()  # of prepared statements
 
@@ -140,21 +126,16 @@ class Pool:
     def __init__(self, settings: wire.Settings) -> None:
         self._dialer = _Dialer()
         self._pool: ConnectionPool[Pooled] = ConnectionPool(
-            settings.dsn,
+            **wire.pool_options(settings),
             connection_class=self._dialer,  # type: ignore[arg-type]
-            kwargs={**settings.options, "autocommit": True},
-            min_size=0,
-            max_size=settings.max_size,
             open=True,
-            reconnect_timeout=wire.POOL_RECONNECT,
             configure=_configure,
             check=_check,
-            name=NAME,
         )
         self._lock = threading.Lock()
         self._kept: Pooled | None = None
         self._asking = 0
-        self._keep_until = time.monotonic() + KEEP
+        self._keep_until = time.monotonic() + wire.POOL_KEEP
         self._closed = False
 
     @contextmanager
@@ -185,7 +166,7 @@ class Pool:
             with self._lock:
                 self._asking += 1
         try:
-            return self._pool.getconn(timeout=min(max(wire.POOL_LEAST, timeout), wire.POOL_PATIENCE))
+            return self._pool.getconn(timeout=wire.pool_patience(timeout))
         except PoolClosed:
             raise wire.closed_meanwhile() from None
         except PoolTimeout as exc:
@@ -203,7 +184,7 @@ class Pool:
                 if self._kept is None and not self._asking and not self._closed and time.monotonic() < self._keep_until:
                     self._kept = connection
                     return
-                self._keep_until = time.monotonic() + KEEP
+                self._keep_until = time.monotonic() + wire.POOL_KEEP
         self._pool.putconn(connection)
 
     def close(self) -> None:

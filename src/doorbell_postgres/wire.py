@@ -5,6 +5,7 @@ No connection is held here and nothing waits: the shells do that, each in its ow
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import re
@@ -56,8 +57,17 @@ KEEPALIVE = {
 # One try to get a connection from the pool takes from here to there: a dial needs its time, also where nothing is to be
 # sent again, and the next try may find the server back.
 POOL_LEAST, POOL_PATIENCE = 1.0, 3.0
-# Short: who asks for a connection asks again, and an outage must not leave the pool in a long back-off.
-POOL_RECONNECT = 1.0
+# How long a connection may be kept out of the pool, in seconds: the pool renews connections that have grown old.
+POOL_KEEP = 60.0
+_POOL = "doorbell"
+
+
+def _is_not_of_our_pool(record: logging.LogRecord) -> bool:
+    return not (isinstance(record.args, tuple) and _POOL in record.args)
+
+
+# The pool logs every dial that fails, on a logger of its own. Whoever asked for the connection gets the reason instead.
+logging.getLogger("psycopg.pool").addFilter(_is_not_of_our_pool)
 
 # Executions after which a statement is prepared; a process that sends one message never pays for it.
 PREPARE_AFTER = 2
@@ -141,6 +151,24 @@ def settings(
     given = "" if dsn == MEMORY else dsn
     options = dial_options(given, application_name=application_name, connect_timeout=connect_timeout)
     return Settings(dsn, options, migrate, notify != "off", max_size, retry_for, lock_timeout)
+
+
+def pool_options(settings: Settings) -> dict[str, Any]:
+    """How psycopg_pool is made in both shells, beside the dialer and what looks at its connections."""
+    return {
+        "conninfo": settings.dsn,
+        "kwargs": {**settings.options, "autocommit": True},
+        "min_size": 0,
+        "max_size": settings.max_size,
+        # Short: who asks for a connection asks again, and an outage must not leave the pool in a long back-off.
+        "reconnect_timeout": 1.0,
+        "name": _POOL,
+    }
+
+
+def pool_patience(timeout: float) -> float:
+    """How long one try to get a connection may take, where `timeout` is left for all of them."""
+    return min(max(POOL_LEAST, timeout), POOL_PATIENCE)
 
 
 MEMORY_WARNING = (

@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import cached_property
 from typing import Any, TypeVar
 
 import psycopg
@@ -32,14 +33,16 @@ T = TypeVar("T")
 Connection = psycopg.AsyncConnection[Any]
 log = logging.getLogger("doorbell_postgres")
 
-# How long a connection may be kept out of the pool, in seconds.
-KEEP = 60.0
 # How long the server is given to end the query of a call that was cancelled; after that its connection is given up.
 SETTLE = 1.0
 
 
 class Session(psycopg.AsyncConnection[Any]):
     """A connection for calls: a call that is cancelled ends its query on the server, in bounded time, or closes it."""
+
+    @cached_property
+    def is_stale(self) -> wire.Question:
+        return wire.staleness(self.fileno())
 
     async def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
         try:
@@ -119,23 +122,18 @@ class Link:
         self.pid = os.getpid()
         self.loop = asyncio.get_running_loop()
         self._dialer = _Dialer()
-        self._pool: AsyncConnectionPool[Connection] = AsyncConnectionPool(
-            settings.dsn,
+        self._pool: AsyncConnectionPool[Session] = AsyncConnectionPool(
+            **wire.pool_options(settings),
             connection_class=self._dialer,  # type: ignore[arg-type]
-            kwargs={**settings.options, "autocommit": True},
-            min_size=0,
-            max_size=settings.max_size,
             open=False,
-            reconnect_timeout=wire.POOL_RECONNECT,
             check=_check,
-            name="doorbell",
         )
         self.listener = Listener(settings.dsn, settings.options, listen=settings.announces, on_news=activity.tell)
         self.notifier = Notifier(self._announce)
         # The connection that was used last, and how many tasks are asking the pool for one.
-        self._kept: Connection | None = None
+        self._kept: Session | None = None
         self._asking = 0
-        self._keeps_until = time.monotonic() + KEEP
+        self._keeps_until = time.monotonic() + wire.POOL_KEEP
         self._closing = False
         # Connections on their way from and to the pool: nobody's cancellation may stop these.
         self._moving: set[asyncio.Task[Any]] = set()
@@ -147,13 +145,14 @@ class Link:
         _OPEN.add(self)
 
     @asynccontextmanager
-    async def connection(self, timeout: float) -> AsyncIterator[Connection]:
+    async def connection(self, timeout: float) -> AsyncIterator[Session]:
         """A connection of the pool. Cancelled at any point, it gets back there."""
         connection, self._kept = self._kept, None
-        if connection is None or wire.staleness(connection.fileno())():
-            if connection is not None:
-                await connection.close()
-                self._move(self._pool.putconn(connection))
+        if connection is not None and connection.is_stale():
+            await connection.close()
+            self._move(self._pool.putconn(connection))
+            connection = None
+        if connection is None:
             connection = await self._borrow(timeout)
         try:
             yield connection
@@ -165,7 +164,7 @@ class Link:
             if not self._keeps(connection):
                 await asyncio.shield(self._move(self._pool.putconn(connection)))
 
-    def _keeps(self, connection: Connection) -> bool:
+    def _keeps(self, connection: Session) -> bool:
         """Where nobody waits for it, keep it for the next call: the pool's way there and back costs as much as a call.
 
         About once a minute it goes back all the same, so that the pool sees to its age.
@@ -174,20 +173,20 @@ class Link:
             return False
         now = time.monotonic()
         if now >= self._keeps_until:
-            self._keeps_until = now + KEEP
+            self._keeps_until = now + wire.POOL_KEEP
             return False
         self._kept = connection
         return True
 
-    async def _borrow(self, timeout: float) -> Connection:
+    async def _borrow(self, timeout: float) -> Session:
         self._asking += 1
         try:
             return await self._ask(timeout)
         finally:
             self._asking -= 1
 
-    async def _ask(self, timeout: float) -> Connection:
-        asking = self._move(self._pool.getconn(timeout=min(max(wire.POOL_LEAST, timeout), wire.POOL_PATIENCE)))
+    async def _ask(self, timeout: float) -> Session:
+        asking = self._move(self._pool.getconn(timeout=wire.pool_patience(timeout)))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
@@ -198,7 +197,7 @@ class Link:
         except PoolTimeout as exc:
             raise self._dialer.refusal or exc from None
 
-    def _unwanted(self, asking: asyncio.Task[Connection]) -> None:
+    def _unwanted(self, asking: asyncio.Task[Session]) -> None:
         if not asking.cancelled() and asking.exception() is None:
             self._move(self._pool.putconn(asking.result()))
 
@@ -616,7 +615,7 @@ async def _send(connection: Connection, call: Call[T]) -> T:
     return call.read(await cursor.fetchall())
 
 
-async def _check(connection: Connection) -> None:
-    if wire.staleness(connection.fileno())():
+async def _check(connection: Session) -> None:
+    if connection.is_stale():
         await connection.close()
         raise psycopg.OperationalError("the server has ended this connection")
