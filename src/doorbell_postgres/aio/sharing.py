@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TypeAlias
 
+from doorbell_postgres.batches import PATIENCE, after, take
 from doorbell_postgres.calls import Outgoing, Posted
-from doorbell_postgres.sharing import PATIENCE, after, take
 
 Together: TypeAlias = Callable[[list[Outgoing]], Awaitable[list[Posted]]]
 
