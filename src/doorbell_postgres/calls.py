@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 from doorbell_postgres.contract import NO_HEADERS, Backlog, Draft, Headers, Message, MutableMessage
 from doorbell_postgres.errors import InvalidInput
@@ -108,6 +108,8 @@ class News(NamedTuple):
 
 def text(field: str, value: object, most: int) -> str:
     """`value` if it is text that the database can hold as it is, in at most `most` bytes of UTF-8."""
+    if _is_plain(value, most):
+        return value
     if not isinstance(value, str):
         raise InvalidInput(f"{field} is {_kind(value)}; it must be a str.")
     if "\0" in value:
@@ -122,6 +124,11 @@ def text(field: str, value: object, most: int) -> str:
     if size > most:
         raise InvalidInput(f"{field} has {size:,} bytes of UTF-8; at most {most:,} are allowed.")
     return value if type(value) is str else str.__str__(value)
+
+
+def _is_plain(value: object, most: int) -> TypeGuard[str]:
+    """Whether there is nothing to look into: most text is ASCII, where characters are bytes."""
+    return type(value) is str and value.isascii() and "\0" not in value and len(value) <= most
 
 
 def name(field: str, value: object, most: int = NAME_BYTES) -> str:
@@ -175,14 +182,9 @@ def _key(field: str, value: object) -> str | None:
 _MESSAGE = "seq, sender, body, date_part('epoch', created_at), nullif(headers, '{}'), idempotency_key"
 
 
-def read_message(channel: str, seq: int, sender: str, body: str, created_at: float, headers: Any, key: str | None) -> Message:
-    return Message(channel, seq, sender, body, created_at, _headers(headers), key)
-
-
-def _headers(value: Any) -> Headers:
-    if isinstance(value, str):  # the caller's connection loads jsonb as text, as Django's does
-        value = json.loads(value)
-    return Headers(value) if value else NO_HEADERS
+def read_message(*row: Any) -> Message:
+    """The message of a row: its fields as the database gives them."""
+    return _message(row)
 
 
 def _message(row: tuple[Any, ...]) -> Message:
@@ -191,6 +193,12 @@ def _message(row: tuple[Any, ...]) -> Message:
     message.headers = NO_HEADERS if headers is None else headers if type(headers) is Headers else _headers(headers)
     message.__class__ = Message
     return message  # type: ignore[no-any-return]
+
+
+def _headers(value: Any) -> Headers:
+    if isinstance(value, str):  # the caller's connection loads jsonb as text, as Django's does
+        value = json.loads(value)
+    return Headers(value) if value else NO_HEADERS
 
 
 def _messages(rows: Rows) -> list[Message]:
@@ -225,7 +233,7 @@ class Outgoing(NamedTuple):
     def read(self, rows: Rows) -> Posted:
         channel_id, seq, created_at, posted, armed, *original = rows[0]
         if posted:
-            message = _message((self.channel, seq, self.sender, self.body, created_at, self.headers, self.key))
+            message = read_message(self.channel, seq, self.sender, self.body, created_at, self.headers, self.key)
         else:
             message = read_message(self.channel, seq, original[0], original[1], created_at, original[2], self.key)
         return Posted(message, channel_id, armed)
@@ -234,32 +242,25 @@ class Outgoing(NamedTuple):
 def outgoing(
     channel: str, body: str, *, sender: str, idempotency_key: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Outgoing:
-    # Posts are many, and nearly all of them are plain: the fields of those are not looked at one function each.
-    plain = (
-        (type(channel) is type(body) is type(sender) is str and channel.isascii() and body.isascii() and sender.isascii())
-        and (0 < len(channel) <= NAME_BYTES and len(body) <= BODY_BYTES and 0 < len(sender) <= NAME_BYTES)
-        and not ("\0" in body or "\0" in channel or "\0" in sender)
+    return Outgoing(
+        name("channel", channel),
+        text("body", body, BODY_BYTES),
+        name("sender", sender),
+        _key("idempotency_key", idempotency_key),
+        *checked_headers("headers", headers),
     )
-    if not plain:
-        channel, body, sender = name("channel", channel), text("body", body, BODY_BYTES), name("sender", sender)
-    key = None if idempotency_key is None else name("idempotency_key", idempotency_key, KEY_BYTES)
-    kept, encoded = (NO_HEADERS, "{}") if headers is None else checked_headers("headers", headers)
-    return Outgoing(channel, body, sender, key, kept, encoded)
+
+
+_POSTED = "seq, date_part('epoch', created_at), posted, armed, original_sender, original_body, original_headers"
+_ONE = "%s::text, %s::text, %s::text, %s::text, %s::jsonb, %s::boolean, %s::integer"
 
 
 def post(message: Outgoing, *, notify: bool, lock_timeout: float) -> Call[Posted]:
     """As part of a transaction. With `notify`, its commit announces the post."""
-    return Call(
-        "select channel_id, seq, date_part('epoch', created_at), posted, armed,"
-        " original_sender, original_body, original_headers"
-        " from doorbell.post(%s::text, %s::text, %s::text, %s::text, %s::jsonb, %s::boolean, %s::integer)",
-        (
-            *(message.channel, message.body, message.sender, message.key, message.encoded),
-            *(notify, milliseconds(lock_timeout)),
-        ),
-        message.read,
-        repeatable=message.key is not None,
-        posts=message.channel,
+    return _post(
+        f"select channel_id, {_POSTED} from doorbell.post({_ONE})",
+        message,
+        (message.key, message.encoded, notify, milliseconds(lock_timeout)),
     )
 
 
@@ -267,18 +268,19 @@ def post_combined(message: Outgoing, *, announce: bool, lock_timeout: float) -> 
     """By itself. With `announce`, the same call announces the post behind its commit, where a bell is armed."""
     if message.key is None and message.encoded == "{}" and announce and lock_timeout == LOCK_TIMEOUT:
         # Most posts are so, and each parameter costs them on both sides of the wire.
-        sql = "call doorbell.post_combined(%s::text, %s::text, %s::text)"
-        rest: tuple[Any, ...] = ()
-    else:
-        sql = "call doorbell.post_combined(%s::text, %s::text, %s::text, %s::text, %s::jsonb, %s::boolean, %s::integer)"
-        rest = (message.key, message.encoded, announce, milliseconds(lock_timeout))
+        return _post("call doorbell.post_combined(%s::text, %s::text, %s::text)", message, (), commits=True)
+    rest = (message.key, message.encoded, announce, milliseconds(lock_timeout))
+    return _post(f"call doorbell.post_combined({_ONE})", message, rest, commits=True)
+
+
+def _post(sql: str, message: Outgoing, rest: tuple[Any, ...], *, commits: bool = False) -> Call[Posted]:
     return Call(
         sql,
         (message.channel, message.body, message.sender, *rest),
         message.read,
         repeatable=message.key is not None,
         posts=message.channel,
-        commits=True,
+        commits=commits,
     )
 
 
@@ -300,8 +302,7 @@ def post_many(
     for i, item in enumerate(messages):
         body, key, headers = (item.body, item.idempotency_key, item.headers) if isinstance(item, Draft) else (item, None, None)
         # The names of the fields are made for those only that need a closer look.
-        plain = type(body) is str and body.isascii() and "\0" not in body and len(body) <= BODY_BYTES
-        bodies.append(body if plain else text(f"messages[{i}]: body", body, BODY_BYTES))
+        bodies.append(body if _is_plain(body, BODY_BYTES) else text(f"messages[{i}]: body", body, BODY_BYTES))
         keys.append(None if key is None else _key(f"messages[{i}]: idempotency_key", key))
         own, as_json = (None, "{}") if headers is None else checked_headers(f"messages[{i}]: headers", headers)
         kept.append(own)
@@ -316,15 +317,14 @@ def post_many(
                 seq, created_at, _, _, *original = originals[n]
                 message = read_message(channel, seq, original[0], original[1], created_at, original[2], key)
             else:
-                message = _message((channel, first, sender, body, posted_at, own, key))
+                message = read_message(channel, first, sender, body, posted_at, own, key)
                 first += 1
             result.append(Posted(message, channel_id, armed))
         return result
 
     # Of the drafts that were posted one row is enough: they have consecutive numbers and one time.
     return Call(
-        "select distinct on (case when posted then 0 else draft end)"
-        " channel_id, draft, seq, date_part('epoch', created_at), posted, armed, original_sender, original_body, original_headers"
+        f"select distinct on (case when posted then 0 else draft end) channel_id, draft, {_POSTED}"
         " from doorbell.post_many(%s::text, %s::text, %b::text[], %b::text[], %b::text[]::jsonb[], %s::boolean, %s::integer)"
         " order by case when posted then 0 else draft end, draft",
         (
@@ -346,9 +346,7 @@ def post_together(messages: Sequence[Outgoing], *, lock_timeout: float) -> Call[
     """Several messages of one channel in one commit, each with its own sender."""
     keyed = any(message.key is not None for message in messages)
     return Call(
-        "select channel_id, seq, date_part('epoch', created_at), posted, armed,"
-        " original_sender, original_body, original_headers"
-        " from doorbell.post_many("
+        f"select channel_id, {_POSTED} from doorbell.post_many("
         "%s::text, %s::text, %b::text[], %b::text[], %b::text[]::jsonb[], false, %s::integer, %b::text[])"
         " order by draft",
         (
