@@ -121,7 +121,7 @@ begin
     perform set_config('lock_timeout', lock_timeout_ms::text, true);
   end if;
   begin
-    perform pg_advisory_xact_lock(85::bigint << 56 | channel_id);
+    perform pg_advisory_xact_lock(doorbell._key(85, channel_id));
   exception when query_canceled or others then
     failure := sqlstate;
     failure_message := sqlerrm || '.';

@@ -251,10 +251,8 @@ begin
         return;
       end if;
     end if;
-  else
-    select c.id into channel_id from doorbell.channel as c where c.name = channel for no key update;
   end if;
-  if not found then
+  if channel_id is null then
     channel_id := doorbell._lock_channel(channel);
   end if;
   -- Under the lock, in new statements and so with new snapshots: the locking statement's own would be from before the wait.
@@ -268,10 +266,8 @@ begin
     end if;
   end if;
   insert into doorbell.message as m (channel_id, seq, sender, body, headers, idempotency_key, created_at)
-    values (
-      post.channel_id,
-      coalesce((select h.seq from doorbell.message as h where h.channel_id = post.channel_id order by h.seq desc limit 1), 0) + 1,
-      post.sender, post.body, post.headers, post.idempotency_key, clock_timestamp())
+    values (post.channel_id, doorbell._head(post.channel_id) + 1, post.sender, post.body, post.headers, post.idempotency_key,
+            clock_timestamp())
     returning m.seq, m.created_at into seq, created_at;
   posted := true;
   armed := doorbell._armed(channel_id);
@@ -620,14 +616,9 @@ begin
       if v_size >= v_bytes then
         select max(p.seq), sum(p.size) into v_last, v_size
           from (
-            select n.seq, octet_length(n.body) as size, sum(octet_length(n.body)) over (order by n.seq) - octet_length(n.body) as before
-            from (
-              select m.seq, m.body
-              from doorbell.message as m
-              where m.channel_id = v_cursor.id and m.seq > v_cursor.floor
-              order by m.seq
-              limit v_rows
-            ) as n
+            select m.seq, octet_length(m.body) as size, sum(octet_length(m.body)) over (order by m.seq) - octet_length(m.body) as before
+            from doorbell.message as m
+            where m.channel_id = v_cursor.id and m.seq > v_cursor.floor and m.seq <= v_last
           ) as p
           where p.before < v_bytes;
       end if;
