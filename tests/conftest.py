@@ -13,6 +13,7 @@ from psycopg import sql as sql_text
 from psycopg.conninfo import conninfo_to_dict, make_conninfo
 
 from support import APIS, Api, Processes, TestServer, aio, choose, open_api
+from support.proxy import Proxy
 
 # A real server answers in milliseconds, not in the microseconds that hypothesis expects.
 settings.register_profile(
@@ -131,6 +132,13 @@ def announced(connect: Callable[..., psycopg.Connection[Any]]) -> Callable[..., 
         return [note.payload for note in listening.notifies(timeout=within, stop_after=1)]
 
     return run
+
+
+@pytest.fixture
+def proxy(dsn: str) -> Iterator[Proxy]:
+    """In front of this test's database."""
+    with Proxy(dsn) as running:
+        yield running
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ again, or on another server. A rival of another bus asks each time."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import psycopg
@@ -24,12 +24,6 @@ HOLDERS = (
     "select l.pid from pg_locks as l where l.locktype = 'advisory' and l.mode = 'ExclusiveLock' and l.granted"
     " and l.database = (select oid from pg_database where datname = current_database()) and l.classid::bigint >> 24 = 84"
 )
-
-
-@pytest.fixture
-def proxy(dsn: str) -> Iterator[Proxy]:
-    with Proxy(dsn) as running:
-        yield running
 
 
 @pytest.fixture

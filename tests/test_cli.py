@@ -138,12 +138,6 @@ def bus(dsn: str) -> Iterator[MessageBus]:
         yield opened
 
 
-@pytest.fixture
-def proxy(dsn: str) -> Iterator[Proxy]:
-    with Proxy(dsn) as proxy:
-        yield proxy
-
-
 def once_armed(sql: Sql, then: Callable[[], Any]) -> threading.Thread:
     """Do something, from another thread, as soon as a wait is armed."""
 

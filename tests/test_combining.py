@@ -11,7 +11,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from doorbell_postgres import ChannelBusy, DatabaseUnavailable, MessageBus, OutcomeUnknown, throwaway
+from doorbell_postgres import ChannelBusy, DatabaseUnavailable, MessageBus, OutcomeUnknown, aio, sharing, throwaway
 from support import Api, Processes, background, eventually, waiting_in_database, workers
 
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -59,6 +59,19 @@ def holder(connect: Connect) -> Callable[[], psycopg.Connection[Any]]:
     return hold
 
 
+@pytest.fixture
+def busy(sql: Sql, connect: Connect, holder: Callable[[], Any]) -> Callable[[], tuple[Any, Any]]:
+    """Hold the channel, and a post, `first`, that waits for it: whatever is posted now is staged."""
+
+    def begin() -> tuple[Any, Any]:
+        holding = holder()
+        first = combined(connect, "first")
+        waiting_in_database(sql)
+        return holding, first
+
+    return begin
+
+
 def staged(sql: Sql, count: int) -> None:
     """Wait until so many posts are staged and wait for their number."""
     eventually(lambda: sql("select count(*) from doorbell.staged where seq is null") == [(count,)], what=f"{count} staged posts")
@@ -72,11 +85,9 @@ def log(sql: Sql) -> list[tuple[int, str]]:
 # -- across processes -------------------------------------------------------------------------------------------------
 
 
-def test_posts_that_meet_are_numbered_in_one_commit(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+def test_posts_that_meet_are_numbered_in_one_commit(bus: MessageBus, sql: Sql, connect: Connect, busy: Any) -> None:
     bus.post("events", "zero", sender="ci")
-    holding = holder()
-    first = combined(connect, "first")
-    waiting_in_database(sql)
+    holding, first = busy()
     others = []
     for n in range(4):
         others.append(combined(connect, f"other {n}"))
@@ -90,12 +101,10 @@ def test_posts_that_meet_are_numbered_in_one_commit(bus: MessageBus, sql: Sql, c
     assert sql("select count(*) from doorbell.staged") == [(0,)]
 
 
-def test_keys_in_one_commit(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+def test_keys_in_one_commit(bus: MessageBus, sql: Sql, connect: Connect, busy: Any) -> None:
     """A key that the log knows, one that two of them share, and one that nobody has."""
     bus.post("events", "zero", sender="ci", idempotency_key="known")
-    holding = holder()
-    first = combined(connect, "first")
-    waiting_in_database(sql)
+    holding, first = busy()
     others = []
     for n, key in enumerate(["shared", "known too", "shared", "own", None]):
         others.append(combined(connect, f"other {n}", key))
@@ -108,12 +117,10 @@ def test_keys_in_one_commit(bus: MessageBus, sql: Sql, connect: Connect, holder:
 
 
 def test_a_staged_retry_returns_the_original(
-    api: Api, dsn: str, bus: Any, sql: Sql, holder: Any, connect: Connect, processes: Processes
+    api: Api, dsn: str, bus: Any, sql: Sql, busy: Any, connect: Connect, processes: Processes
 ) -> None:
     bus.post("events", "zero", sender="ci")
-    holding = holder()
-    combined(connect, "first")
-    waiting_in_database(sql)
+    holding, _ = busy()
     retry = processes.start(workers.post_once, api.name, dsn, "events", "retry", "ci", "key")
     staged(sql, 1)
     holding.execute("select doorbell.post('events', 'original', 'other', 'key', '{\"a\": \"b\"}')")
@@ -135,12 +142,10 @@ def test_posts_that_wait_too_long_are_not_posted(api: Api, bus: Any, open_bus: O
     assert log(sql) == [(1, "zero"), (2, "one")]
 
 
-def test_what_a_dead_session_has_staged(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+def test_what_a_dead_session_has_staged(bus: MessageBus, sql: Sql, connect: Connect, busy: Any) -> None:
     """It expires with its time limit, blocks nobody, and prune removes it."""
     bus.post("events", "zero", sender="ci")
-    holding = holder()
-    first = combined(connect, "first")
-    waiting_in_database(sql)
+    holding, first = busy()
     dies = combined(connect, "dies", "key")
     staged(sql, 1)
     lives = combined(connect, "lives")
@@ -161,12 +166,10 @@ def test_what_a_dead_session_has_staged(bus: MessageBus, sql: Sql, connect: Conn
     assert log(sql) == [(1, "zero"), (2, "first"), (3, "lives"), (4, "dies")]
 
 
-def test_a_staged_post_that_is_cancelled(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+def test_a_staged_post_that_is_cancelled(bus: MessageBus, sql: Sql, connect: Connect, busy: Any) -> None:
     """It takes its row back before it says so."""
     bus.post("events", "zero", sender="ci")
-    holding = holder()
-    first = combined(connect, "first")
-    waiting_in_database(sql)
+    holding, first = busy()
     cancelled = combined(connect, "cancelled")
     staged(sql, 1)
     sql("select pg_cancel_backend(%s)", cancelled.connection.info.backend_pid)
@@ -190,19 +193,19 @@ def test_a_bus_says_of_a_cancelled_post_what_it_knows(api: Api, bus: Any, open_b
     holding.rollback()
 
 
-def test_a_staged_post_whose_row_is_held(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+def test_a_staged_post_whose_row_is_held(bus: MessageBus, sql: Sql, connect: Connect, busy: Any) -> None:
     """Its number cannot be written back, so it gets none: refused, not answered with nothing."""
     bus.post("events", "zero", sender="ci")
-    holding = holder()
-    first = combined(connect, "first")
-    waiting_in_database(sql)
+    holding, first = busy()
     held = combined(connect, "held")
     staged(sql, 1)
     vandal = connect()
     vandal.execute("select from doorbell.staged for update")
     holding.rollback()
     first.result(10)
-    waiting_in_database(sql)  # it wants its row back
+    pid = held.connection.info.backend_pid
+    waits = "select wait_event from pg_stat_activity where pid = %s"
+    eventually(lambda: sql(waits, pid) == [("transactionid",)])  # it has left the queue, and wants its row back
     vandal.rollback()
     with pytest.raises(psycopg.errors.LockNotAvailable):
         held.result(10)
@@ -257,12 +260,10 @@ def test_a_time_limit_of_the_role_while_a_post_is_staged(
     assert [body for _, body in log(sql)].count("limited") <= 1
 
 
-def test_a_row_that_cannot_be_written_fails_alone(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+def test_a_row_that_cannot_be_written_fails_alone(bus: MessageBus, sql: Sql, connect: Connect, busy: Any) -> None:
     bus.post("events", "zero", sender="ci")
     sql("alter table doorbell.message add constraint test check (body <> 'bad')")
-    holding = holder()
-    first = combined(connect, "first")
-    waiting_in_database(sql)
+    holding, first = busy()
     posts = {}
     for n, body in enumerate(["good", "bad", "better"]):
         posts[body] = combined(connect, body)
@@ -276,13 +277,11 @@ def test_a_row_that_cannot_be_written_fails_alone(bus: MessageBus, sql: Sql, con
     assert sql("select count(*) from doorbell.staged") == [(0,)]
 
 
-def test_who_numbers_for_others_flushes(bus: MessageBus, sql: Sql, connect: Connect, holder: Any) -> None:
+def test_who_numbers_for_others_flushes(bus: MessageBus, sql: Sql, connect: Connect, busy: Any) -> None:
     """Also where its own session has asked for synchronous_commit = off: theirs hang on its commit."""
     bus.post("events", "zero", sender="ci")
     for _ in range(5):
-        holding = holder()
-        combined(connect, "first")
-        waiting_in_database(sql)
+        holding, _ = busy()
         careless = combined(lambda **_: connect(autocommit=True, options="-c synchronous_commit=off"), "careless")
         staged(sql, 1)
         careful = combined(connect, "careful")
@@ -386,6 +385,13 @@ def test_many_processes_on_one_channel(api: Api, dsn: str, bus: Any, sql: Sql, p
 # -- inside one process -----------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody goes alone because this machine is slow."""
+    for module in (sharing, aio.sharing):
+        monkeypatch.setattr(module, "PATIENCE", 60.0)
+
+
 def in_use(bus: Any, sql: Sql, holder: Any, posts: list[dict[str, Any]]) -> tuple[Any, Any, list[Any]]:
     """A post that holds up the channel's others in this bus, and those; the transaction that holds up the first."""
     holding = holder()
@@ -417,6 +423,7 @@ def test_the_main_thread_waits_for_no_other_post(dsn: str, sql: Sql, holder: Any
         assert {first.result(10).seq, others[0].result(10).seq} <= {2, 3, 4}
 
 
+@pytest.mark.usefixtures("patient")
 def test_posts_of_one_process_share_a_call(api: Api, bus: Any, sql: Sql, holder: Any) -> None:
     bus.post("events", "zero", sender="ci", idempotency_key="known")
     posts = [{"body": str(n), "headers": {"n": str(n)} if n % 2 else None} for n in range(5)]
@@ -435,6 +442,7 @@ def test_posts_of_one_process_share_a_call(api: Api, bus: Any, sql: Sql, holder:
     assert len(sql("select distinct xmin::text from doorbell.message where seq > 2")) == 1
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_post_that_is_refused_fails_alone(api: Api, bus: Any, sql: Sql, holder: Any) -> None:
     bus.post("events", "zero", sender="ci")
     sql("alter table doorbell.message add constraint test check (body <> 'bad')")
@@ -447,21 +455,23 @@ def test_a_post_that_is_refused_fails_alone(api: Api, bus: Any, sql: Sql, holder
     assert [seq for seq, _ in log(sql)] == [1, 2, 3, 4]
 
 
+@pytest.mark.usefixtures("patient")
 def test_the_call_that_carried_them_is_lost(api: Api, bus: Any, sql: Sql, holder: Any, connect: Connect) -> None:
     """Who has a key is posted once all the same; who has none is told that nobody knows."""
     bus.post("events", "zero", sender="ci")
     holding, first, others = in_use(bus, sql, holder, [{"body": "keyed", "idempotency_key": "k"}, {"body": "plain"}])
-    again = connect()
-    locking = background(again.execute, "select from doorbell.channel where name = 'events' for no key update")
-    waiting_in_database(sql, 2)  # next in the row's queue, before the call that will carry the others
+    sql("""
+        create function public.hold() returns trigger language plpgsql as $$
+          begin perform pg_advisory_xact_lock(1); return new; end $$;
+        create trigger hold before insert on doorbell.message for each row when (new.body = 'plain') execute function hold();
+    """)
+    connect(autocommit=True).execute("select pg_advisory_lock(1)")
     holding.rollback()
     first.result(10)
-    locking.result(10)
     (pid,) = waiting_in_database(sql)
     sql("select pg_terminate_backend(%s)", pid)
     with pytest.raises(OutcomeUnknown):
         others[1].result(10)
-    again.rollback()
     assert others[0].result(10).body == "keyed"
     assert [body for _, body in log(sql)] == ["zero", "first", "keyed"]
 

@@ -6,7 +6,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -404,12 +404,6 @@ def post_for(pipe: Any, shell: str, dsn: str, channel: str, seconds: float) -> i
 # ---------------------------------------------------------------------------------------------------------------------
 # Many bells in one process
 # ---------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def proxy(dsn: str) -> Iterator[Proxy]:
-    with Proxy(dsn) as running:
-        yield running
 
 
 @pytest.mark.slow

@@ -37,13 +37,6 @@ NEVER = 60.0
 
 
 @pytest.fixture
-def proxy(dsn: str) -> Iterator[Proxy]:
-    """In front of this test's database."""
-    with Proxy(dsn) as running:
-        yield running
-
-
-@pytest.fixture
 def node() -> Iterator[Node]:
     """A server of this test's own, with a migrated database `doorbell`, to be stopped and started."""
     with Cluster() as cluster:

@@ -207,6 +207,7 @@ NOT_BEHIND_A_POOLER = {
         "test_hard_killed_waiter_process_loses_nothing",
         "test_sessions_bear_the_name_that_they_were_given",
     ],
+    "nothing is prepared there": ["test_a_call_that_cannot_be_prepared_was_not_sent"],
 }
 
 
