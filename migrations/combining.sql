@@ -13,17 +13,84 @@
 --           prune removes it. Its client was told nothing, and with a key may post again.
 
 
--- Leaves a message for whoever holds the queue lock; the ticket is its place in the order of arrival.
-create function doorbell._stage(
-  channel_id bigint, body text, sender text, idempotency_key text, headers jsonb, lock_timeout_ms integer, out ticket bigint
-)
-language plpgsql volatile set search_path = pg_catalog, pg_temp
+-- An answer in numbers, since columns cost more than the insert: {channel_id, seq, created_at in µs since 1970, flags}. The
+-- flag 1 says that a bell may wait for the announcement, 2 that the flush was shared.
+create function doorbell._answer(channel_id bigint, seq bigint, created_at timestamptz, flags integer) returns bigint[]
+language sql stable
 as $$
+  select array[channel_id, seq, (date_part('epoch', created_at) * 1e6)::bigint, flags]
+$$;
+
+-- Appends one message without waiting for anybody; with stage_for_ms, leaves it for whoever is posting to the channel now.
+--
+-- The answer is that of doorbell._answer. {channel_id, ticket}: staged, for so many milliseconds; collect wants the ticket in
+--   the next transaction, and nothing is posted until then. {}: others are posting, and nothing was written. Null: nothing was
+--   written, and this wants doorbell.post (a channel's first message, a key that is known, a large one that would have to wait).
+-- Locks: the queue lock and the channel row, if both are free. A key that is found at once takes none.
+-- Errors: RB001 bad input or not READ COMMITTED.
+create function doorbell.try_post(
+  channel text,
+  body text,
+  sender text,
+  idempotency_key text default null,
+  headers jsonb default '{}',
+  stage_for_ms integer default null
+) returns bigint[]
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_id bigint;
+  v_answer bigint[];
 begin
-  insert into doorbell.staged as s (channel_id, expires_at, sender, body, headers, idempotency_key)
-    values (_stage.channel_id, clock_timestamp() + coalesce(lock_timeout_ms, 5000) * interval '1 ms', _stage.sender, _stage.body,
-            _stage.headers, _stage.idempotency_key)
-    returning s.ticket into ticket;
+  if (octet_length(channel) between 1 and 255
+      and octet_length(sender) between 1 and 255
+      and idempotency_key is null
+      and octet_length(body) <= 65536
+      and headers = '{}'
+      and current_setting('transaction_isolation') = 'read committed') is not true
+  then
+    perform doorbell._check_post(channel, body, sender, idempotency_key, headers);
+    if idempotency_key is not null then
+      perform
+        from doorbell.channel as c
+        join doorbell.message as m on m.channel_id = c.id and m.idempotency_key = try_post.idempotency_key
+        where c.name = channel;
+      if found then
+        return null;
+      end if;
+    end if;
+  end if;
+
+  select c.id into v_id
+    from doorbell.channel as c
+    where c.name = channel and pg_try_advisory_xact_lock(doorbell._key(85, c.id))
+    for no key update skip locked;
+  if not found then
+    if stage_for_ms is null then
+      return (select array[]::bigint[] from doorbell.channel as c where c.name = channel);
+    elsif octet_length(body) <= 65536 then -- a larger one is worth a flush of its own
+      insert into doorbell.staged as s (channel_id, expires_at, sender, body, headers, idempotency_key)
+        select c.id, clock_timestamp() + stage_for_ms * interval '1 ms', try_post.sender, try_post.body, try_post.headers,
+               try_post.idempotency_key
+        from doorbell.channel as c
+        where c.name = channel
+        returning array[s.channel_id, s.ticket] into v_answer;
+    end if;
+    return v_answer;
+  end if;
+
+  -- Under the lock, in new statements and so with new snapshots.
+  if idempotency_key is not null then
+    perform from doorbell.message as m where m.channel_id = v_id and m.idempotency_key = try_post.idempotency_key;
+    if found then
+      return null;
+    end if;
+  end if;
+  insert into doorbell.message as m (channel_id, seq, sender, body, headers, idempotency_key, created_at)
+    values (v_id, coalesce((select h.seq from doorbell.message as h where h.channel_id = v_id order by h.seq desc limit 1), 0) + 1,
+            try_post.sender, try_post.body, try_post.headers, try_post.idempotency_key, clock_timestamp())
+    returning doorbell._answer(m.channel_id, m.seq, m.created_at, doorbell._armed(m.channel_id)::integer) into v_answer;
+  return v_answer;
 end
 $$;
 
@@ -92,22 +159,17 @@ begin
 end
 $$;
 
--- The number of a post that this session has staged, in a transaction of its own after the one that staged it.
+-- What became of a post that this session has staged, in a transaction of its own after the one that staged it.
 --
--- Promise: as doorbell.post. Where failure is not null, the post is not in the log and never will be, except for RB008: then
---   that is not known. With the lock and without an answer, this session numbers everybody's.
+-- Promise: as doorbell.post. The answer is as try_post's, with the flag 2; null without a failure means that the key was known.
+--   Where failure is not null, the post is not in the log and never will be, except for RB008: then that is not known.
+--   With the lock and without an answer, this session numbers everybody's.
 -- Locks: the queue lock, for at most lock_timeout_ms; then as _number_staged.
 create function doorbell.collect(
   channel_id bigint,
   ticket bigint,
   lock_timeout_ms integer,
-  out seq bigint,
-  out created_at timestamptz,
-  out posted boolean,
-  out armed boolean,
-  out original_sender text,
-  out original_body text,
-  out original_headers jsonb,
+  out answer bigint[],
   out failure text,
   out failure_message text,
   out failure_hint text
@@ -115,13 +177,15 @@ create function doorbell.collect(
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
 as $$
 declare
+  v_locked text; -- assigning is cheaper than PERFORM, which would be a query
+  v_found boolean;
   v_reach integer;
 begin
   if lock_timeout_ms is distinct from 5000 then
     perform set_config('lock_timeout', lock_timeout_ms::text, true);
   end if;
   begin
-    perform pg_advisory_xact_lock(doorbell._key(85, channel_id));
+    v_locked := pg_advisory_xact_lock(doorbell._key(85, channel_id))::text;
   exception when query_canceled or others then
     failure := sqlstate;
     failure_message := sqlerrm || '.';
@@ -129,7 +193,8 @@ begin
 
   delete from doorbell.staged as s
     where s.channel_id = collect.channel_id and s.ticket = collect.ticket and s.backend = pg_backend_pid() and s.seq is not null
-    returning s.seq, s.created_at, s.posted, s.armed into seq, created_at, posted, armed;
+    returning true, case when s.posted then doorbell._answer(s.channel_id, s.seq, s.created_at, s.armed::integer | 2) end
+    into v_found, answer;
   if not found and failure is null then
     -- Should another one's be what cannot be written, it fails alone.
     foreach v_reach in array array[256, 0] loop
@@ -146,15 +211,16 @@ begin
   end if;
 
   -- Its own answer is taken, or the post is given up: whoever is numbering it just now is waited for.
-  if seq is null then
+  if v_found is null then
     begin
       delete from doorbell.staged as s
         where s.channel_id = collect.channel_id and s.ticket = collect.ticket and s.backend = pg_backend_pid()
-        returning s.seq, s.created_at, s.posted, s.armed into seq, created_at, posted, armed;
+        returning s.seq is not null, case when s.posted then doorbell._answer(s.channel_id, s.seq, s.created_at, s.armed::integer | 2) end
+        into v_found, answer;
       if not found then
         failure := 'RB008';
         failure_message := 'the staged post is gone.';
-      elsif seq is null and failure is null then
+      elsif not v_found and failure is null then
         failure := '55P03'; -- somebody else held the row
         failure_message := 'the staged post was locked.';
       end if;
@@ -163,13 +229,8 @@ begin
       failure_message := 'the commit that may have numbered the post has not ended.';
     end;
   end if;
-  if seq is not null then
+  if v_found then
     failure := null;
-    if not posted then
-      select m.sender, m.body, m.headers into original_sender, original_body, original_headers
-        from doorbell.message as m
-        where m.channel_id = collect.channel_id and m.seq = collect.seq;
-    end if;
   elsif failure = 'RB008' then
     failure_hint := 'Look whether it is in the log before you post it again; with a key, post it again.';
   else
@@ -181,8 +242,9 @@ $$;
 -- Appends one message as doorbell.post does, sharing the flush with others that are posting to the channel.
 --
 -- Call it outside a transaction block: it commits, and where the channel is busy does so twice. In a block a busy channel
---   raises 2D000, and nothing is posted. With announce, bells that may wait are told, in a transaction that flushes nothing;
---   whatever happens to that, the post is in the log. created_at is in seconds since 1970.
+--   raises 2D000, and nothing is posted. The answer is as try_post's, with the flag 2 where the flush was shared; null means
+--   that nothing was written and that this wants doorbell.post. With announce, bells that may wait are told, in a transaction
+--   that flushes nothing; whatever happens to that, the post is in the log.
 -- Errors: as doorbell.post; RB008 the outcome is not known (with a key the post may be sent again).
 create procedure doorbell.post_combined(
   channel text,
@@ -192,43 +254,27 @@ create procedure doorbell.post_combined(
   headers jsonb default '{}',
   announce boolean default true,
   lock_timeout_ms integer default 5000,
-  inout channel_id bigint default null,
-  inout seq bigint default null,
-  inout created_at float8 default null,
-  inout posted boolean default null,
-  inout armed boolean default null,
-  inout original_sender text default null,
-  inout original_body text default null,
-  inout original_headers jsonb default null
+  inout answer bigint[] default null
 )
 language plpgsql
 as $$
 declare
   p record;
 begin
-  p := doorbell.post(channel, body, sender, idempotency_key, headers, false, lock_timeout_ms, true);
-  channel_id := p.channel_id;
-  if p.ticket is not null then
+  answer := doorbell.try_post(channel, body, sender, idempotency_key, headers, coalesce(lock_timeout_ms, 5000));
+  if pg_catalog.cardinality(answer) operator(pg_catalog.=) 2 then
     commit;
-    p := doorbell.collect(channel_id, p.ticket, lock_timeout_ms);
+    p := doorbell.collect(answer[1], answer[2], lock_timeout_ms);
     if p.failure is not null then
       commit;
       raise exception using errcode = p.failure, message = p.failure_message, hint = p.failure_hint;
     end if;
+    answer := p.answer;
   end if;
-  seq := p.seq;
-  created_at := pg_catalog.date_part('epoch', p.created_at);
-  posted := p.posted;
-  armed := p.armed;
-  if not posted then
-    original_sender := p.original_sender;
-    original_body := p.original_body;
-    original_headers := p.original_headers;
-  end if;
-  if armed and announce then
+  if announce and answer[4] operator(pg_catalog.&) 1 operator(pg_catalog.=) 1 then
     commit;
     begin
-      perform doorbell.announce(array[channel_id]);
+      perform doorbell.announce(array[answer[1]]);
     exception when query_canceled or others then
       null; -- the post is in the log; bells find it by polling
     end;

@@ -17,8 +17,8 @@
 
 
 -- ---------------------------------------------------------------------------------------------------------------------
--- Private: refusing, locking, announcing. _lock_channel, _head and _armed pin no search_path of their own, since each pin is
--- paid for in every post: nobody but the functions below can call them, and those have pinned theirs.
+-- Private: refusing, locking, announcing. _lock_channel, _head, _key and _armed pin no search_path of their own, since each
+-- pin is paid for in every post and keeps SQL from being inlined: nobody but functions that have pinned theirs can call them.
 -- ---------------------------------------------------------------------------------------------------------------------
 
 -- The first thing that is wrong with a name, or null. Names are 1 to most bytes of UTF-8.
@@ -135,7 +135,7 @@ $$;
 -- 0x51 the migration guard, 0x52 a channel that is waited on, 0x53 the wildcard for all channels, 0x54 a session's token,
 -- 0x55 a channel's queue lock (combining.sql).
 create function doorbell._key(class integer, id bigint) returns bigint
-language sql immutable set search_path = pg_catalog, pg_temp
+language sql immutable
 as $$
   select (class::bigint << 56) | id
 $$;
@@ -152,22 +152,35 @@ $$;
 -- Probes of one channel cannot meet, being made under its row lock. Those of the wildcard can, and then read "armed": it
 -- is asked twice, since a wrong answer costs a notification that nobody needs.
 create function doorbell._armed(channel_id bigint) returns boolean
-language plpgsql volatile
+language sql volatile
 as $$
-declare
-  v_channel constant bigint := (82::bigint << 56) | channel_id;
-  v_wildcard constant bigint := 83::bigint << 56;
-begin
-  return case when pg_try_advisory_lock(v_channel) then not pg_advisory_unlock(v_channel) else true end
-    or (case when pg_try_advisory_lock(v_wildcard) then not pg_advisory_unlock(v_wildcard) else true end
-        and case when pg_try_advisory_lock(v_wildcard) then not pg_advisory_unlock(v_wildcard) else true end);
-end
+  select case when pg_try_advisory_lock(doorbell._key(82, channel_id)) then not pg_advisory_unlock(doorbell._key(82, channel_id)) else true end
+    or (case when pg_try_advisory_lock(doorbell._key(83, 0)) then not pg_advisory_unlock(doorbell._key(83, 0)) else true end
+        and case when pg_try_advisory_lock(doorbell._key(83, 0)) then not pg_advisory_unlock(doorbell._key(83, 0)) else true end)
 $$;
 
 
 -- ---------------------------------------------------------------------------------------------------------------------
 -- Posting
 -- ---------------------------------------------------------------------------------------------------------------------
+
+-- Raises RB001 with what is wrong with a post. Where nothing is, it returns: headers that are not empty want a look.
+create function doorbell._check_post(channel text, body text, sender text, idempotency_key text, headers jsonb) returns void
+language plpgsql stable set search_path = pg_catalog, pg_temp
+as $$
+begin
+  if current_setting('transaction_isolation') <> 'read committed' then
+    perform doorbell._refuse_isolation();
+  end if;
+  perform doorbell._refuse(
+    doorbell._name_fault('channel', channel),
+    doorbell._name_fault('sender', sender),
+    case when idempotency_key is not null then doorbell._name_fault('idempotency_key', idempotency_key, 1024) end,
+    case when body is null then 'body is null' end,
+    case when octet_length(body) > 16777216 then format('body has %s bytes', octet_length(body)) end,
+    doorbell._headers_fault(headers));
+end
+$$;
 
 -- Appends one message and says which number it got.
 --
@@ -177,8 +190,6 @@ $$;
 --   them). A rival's uncommitted post of the same key is waited for; if it rolls back, this one becomes the original.
 -- armed says that a bell may wait for the announcement; with notify the announcement is made here, in this transaction
 --   (which then takes a cluster-wide lock while it commits). Delivery never depends on it.
--- may_stage is for doorbell.post_combined (combining.sql): where others are posting to the channel, the message is staged
---   instead, and ticket is what doorbell.collect wants in the next transaction. Nothing is posted until then.
 -- Locks: the channel row, for at most lock_timeout_ms. A key that is found at once takes no lock.
 -- Errors: RB001 bad input or not READ COMMITTED; 55P03 the channel was held for too long.
 create function doorbell.post(
@@ -189,7 +200,6 @@ create function doorbell.post(
   headers jsonb default '{}',
   notify boolean default false,
   lock_timeout_ms integer default 5000,
-  may_stage boolean default false,
   out channel_id bigint,
   out seq bigint,
   out created_at timestamptz,
@@ -197,29 +207,12 @@ create function doorbell.post(
   out armed boolean,
   out original_sender text,
   out original_body text,
-  out original_headers jsonb,
-  out ticket bigint
+  out original_headers jsonb
 )
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
 as $$
 begin
-  if current_setting('transaction_isolation') <> 'read committed' then
-    perform doorbell._refuse_isolation();
-  end if;
-  if (octet_length(channel) between 1 and 255
-      and octet_length(sender) between 1 and 255
-      and (idempotency_key is null or octet_length(idempotency_key) between 1 and 1024)
-      and octet_length(body) <= 16777216
-      and headers = '{}') is not true
-  then
-    perform doorbell._refuse(
-      doorbell._name_fault('channel', channel),
-      doorbell._name_fault('sender', sender),
-      case when idempotency_key is not null then doorbell._name_fault('idempotency_key', idempotency_key, 1024) end,
-      case when body is null then 'body is null' end,
-      case when octet_length(body) > 16777216 then format('body has %s bytes', octet_length(body)) end,
-      doorbell._headers_fault(headers));
-  end if;
+  perform doorbell._check_post(channel, body, sender, idempotency_key, headers);
   if lock_timeout_ms is distinct from 5000 then
     perform set_config('lock_timeout', lock_timeout_ms::text, true);
   end if;
@@ -237,24 +230,7 @@ begin
     end if;
   end if;
 
-  -- A body that is large is worth a flush of its own.
-  if may_stage and octet_length(body) <= 65536 then
-    -- The row is locked where the queue lock is free. If that is refused, it looks as if the channel were not there.
-    select c.id into channel_id
-      from doorbell.channel as c
-      where c.name = channel and pg_try_advisory_xact_lock(85::bigint << 56 | c.id)
-      for no key update;
-    if not found then
-      select c.id into channel_id from doorbell.channel as c where c.name = channel;
-      if found then
-        ticket := doorbell._stage(channel_id, body, sender, idempotency_key, headers, lock_timeout_ms);
-        return;
-      end if;
-    end if;
-  end if;
-  if channel_id is null then
-    channel_id := doorbell._lock_channel(channel);
-  end if;
+  channel_id := doorbell._lock_channel(channel);
   -- Under the lock, in new statements and so with new snapshots: the locking statement's own would be from before the wait.
   if idempotency_key is not null then
     select m.seq, m.created_at, m.sender, m.body, m.headers

@@ -451,6 +451,7 @@ as $$
     ('step_pending', true, false),
     ('subscribe', true, false),
     ('subscriptions', true, true),
+    ('try_post', true, false),
     ('turn_post', true, false),
     ('unacked', true, false),
     ('unacked_count', true, true),

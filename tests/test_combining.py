@@ -22,12 +22,12 @@ CALL = "call doorbell.post_combined(%s::text, %s::text, %s::text, %s::text)"
 
 
 def combined(connect: Connect, body: str, key: str | None = None) -> Any:
-    """One post in a thread, on a session of its own; its future gives (seq, posted, created_at)."""
+    """One post in a thread, on a session of its own; its future gives (seq, µs), or None where the key was known."""
     connection = connect(autocommit=True)
 
-    def post() -> tuple[int, bool, float]:
-        row = connection.execute(CALL, ("events", body, "ci", key)).fetchone()
-        return row[1], row[3], row[2]
+    def post() -> tuple[int, int] | None:
+        ((answer,),) = connection.execute(CALL, ("events", body, "ci", key)).fetchall()
+        return answer and (answer[1], answer[2])
 
     future: Any = background(post)
     future.connection = connection
@@ -61,7 +61,7 @@ def holder(connect: Connect) -> Callable[[], psycopg.Connection[Any]]:
 
 @pytest.fixture
 def busy(sql: Sql, connect: Connect, holder: Callable[[], Any]) -> Callable[[], tuple[Any, Any]]:
-    """Hold the channel, and a post, `first`, that waits for it: whatever is posted now is staged."""
+    """Hold the channel, and a post, `first`, that waits for it with the queue lock: it will number whatever is posted now."""
 
     def begin() -> tuple[Any, Any]:
         holding = holder()
@@ -73,9 +73,9 @@ def busy(sql: Sql, connect: Connect, holder: Callable[[], Any]) -> Callable[[], 
 
 
 def staged(sql: Sql, count: int) -> None:
-    """Wait until so many posts are staged and wait for their number."""
-    eventually(lambda: sql("select count(*) from doorbell.staged where seq is null") == [(count,)], what=f"{count} staged posts")
-    waiting_in_database(sql, count)
+    """Wait until so many posts wait for their number behind the first."""
+    eventually(lambda: sql("select count(*) from doorbell.staged where seq is null") == [(count + 1,)], what=f"{count} staged posts")
+    waiting_in_database(sql, count + 1)
 
 
 def log(sql: Sql) -> list[tuple[int, str]]:
@@ -93,10 +93,9 @@ def test_posts_that_meet_are_numbered_in_one_commit(bus: MessageBus, sql: Sql, c
         others.append(combined(connect, f"other {n}"))
         staged(sql, n + 1)
     holding.rollback()
-    assert first.result(10)[:2] == (2, True)
-    results = [other.result(10) for other in others]
-    assert [seq for seq, *_ in results] == [3, 4, 5, 6]  # in the order of their arrival
-    assert len({at for _, _, at in results}) == 1
+    results = [post.result(10) for post in (first, *others)]
+    assert [seq for seq, _ in results] == [2, 3, 4, 5, 6]  # in the order of their arrival
+    assert len({at for _, at in results}) == 1
     assert log(sql) == [(1, "zero"), (2, "first"), (3, "other 0"), (4, "other 1"), (5, "other 2"), (6, "other 3")]
     assert sql("select count(*) from doorbell.staged") == [(0,)]
 
@@ -111,8 +110,9 @@ def test_keys_in_one_commit(bus: MessageBus, sql: Sql, connect: Connect, busy: A
         staged(sql, n + 1)
     holding.execute("select doorbell.post('events', 'meanwhile', 'ci', 'known too')")
     holding.commit()
-    assert first.result(10)[:2] == (3, True)
-    assert [other.result(10)[:2] for other in others] == [(4, True), (2, False), (4, False), (5, True), (6, True)]
+    answers = [post.result(10) for post in (first, *others)]
+    assert [answer and answer[0] for answer in answers] == [3, 4, None, None, 5, 6]
+    assert [bus.post("events", "", sender="ci", idempotency_key=key).seq for key in ("known", "known too", "shared")] == [1, 2, 4]
     assert log(sql) == [(1, "zero"), (2, "meanwhile"), (3, "first"), (4, "other 0"), (5, "other 3"), (6, "other 4")]
 
 
@@ -175,7 +175,7 @@ def test_a_staged_post_that_is_cancelled(bus: MessageBus, sql: Sql, connect: Con
     sql("select pg_cancel_backend(%s)", cancelled.connection.info.backend_pid)
     with pytest.raises(psycopg.errors.QueryCanceled):
         cancelled.result(10)
-    assert sql("select count(*) from doorbell.staged") == [(0,)]
+    assert sql("select body from doorbell.staged") == [("first",)]
     holding.rollback()
     first.result(10)
     assert log(sql) == [(1, "zero"), (2, "first")]
@@ -200,7 +200,7 @@ def test_a_staged_post_whose_row_is_held(bus: MessageBus, sql: Sql, connect: Con
     held = combined(connect, "held")
     staged(sql, 1)
     vandal = connect()
-    vandal.execute("select from doorbell.staged for update")
+    vandal.execute("select from doorbell.staged where body = 'held' for update")
     holding.rollback()
     first.result(10)
     pid = held.connection.info.backend_pid
@@ -229,8 +229,9 @@ def test_each_is_told_of_a_bell(api: Api, bus: Any, sql: Sql, connect: Connect, 
         posts.append(background(lambda c=connection, call=call: c.execute(call).fetchone()))
         waiting_in_database(sql, n + 1)
     holding.rollback()
-    assert [post.result(10)[4] for post in posts] == [True, True, True]
-    sql("select doorbell.announce(%s)", [posts[1].result()[0]])
+    answers = [post.result(10)[0] for post in posts]
+    assert [flags & 1 for *_, flags in answers] == [1, 1, 1]
+    sql("select doorbell.announce(%s)", [answers[1][0]])
     assert waiting.result(10).seq == 2
 
 
@@ -288,7 +289,7 @@ def test_who_numbers_for_others_flushes(bus: MessageBus, sql: Sql, connect: Conn
         staged(sql, 2)
         written = sql("select pg_current_wal_insert_lsn()")[0][0]
         holding.rollback()
-        assert careful.result(10)[2] == careless.result(10)[2], "one commit"
+        assert careful.result(10)[1] == careless.result(10)[1], "one commit"
         assert sql("select pg_current_wal_flush_lsn() > %s::pg_lsn", written) == [(True,)]
 
 

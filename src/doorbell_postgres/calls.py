@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 from doorbell_postgres.contract import NO_HEADERS, Backlog, Draft, Headers, Message, MutableMessage
@@ -32,8 +32,7 @@ UNACKED_BYTES = 8 * 1024 * 1024
 GROWN_PAGE = 1_000
 
 
-@dataclass(frozen=True)
-class Call(Generic[T_co]):
+class Call(NamedTuple, Generic[T_co]):
     """One statement, and what its rows mean.
 
     `repeatable`: sending it twice has the effect of sending it once, so that a lost answer is no loss. `posts` names the
@@ -55,6 +54,14 @@ class Posted(NamedTuple):
     message: Message
     channel_id: int
     armed: bool
+    shared: bool = False  # its flush, with other processes
+
+
+class Unposted(Enum):
+    """Why a call that waits for nobody has posted nothing."""
+
+    BUSY = "others are posting to the channel"
+    UNUSUAL = "only doorbell.post can do it"
 
 
 class Hello(NamedTuple):
@@ -238,6 +245,14 @@ class Outgoing(NamedTuple):
             message = read_message(self.channel, seq, original[0], original[1], created_at, original[2], self.key)
         return Posted(message, channel_id, armed)
 
+    def read_answer(self, rows: Rows) -> Posted | Unposted:
+        answer = rows[0][0]
+        if not answer:
+            return Unposted.UNUSUAL if answer is None else Unposted.BUSY
+        channel_id, seq, micros, flags = answer
+        message = read_message(self.channel, seq, self.sender, self.body, micros / 1e6, self.headers, self.key)
+        return Posted(message, channel_id, armed=bool(flags & 1), shared=bool(flags & 2))
+
 
 def outgoing(
     channel: str, body: str, *, sender: str, idempotency_key: str | None = None, headers: Mapping[str, str] | None = None
@@ -252,36 +267,67 @@ def outgoing(
 
 
 _POSTED = "seq, date_part('epoch', created_at), posted, armed, original_sender, original_body, original_headers"
-_ONE = "%s::text, %s::text, %s::text, %s::text, %s::jsonb, %s::boolean, %s::integer"
+_THREE = "%s::text, %s::text, %s::text"
+_FIVE = f"{_THREE}, %s::text, %s::jsonb"
 
 
 def post(message: Outgoing, *, notify: bool, lock_timeout: float) -> Call[Posted]:
-    """As part of a transaction. With `notify`, its commit announces the post."""
-    return _post(
-        f"select channel_id, {_POSTED} from doorbell.post({_ONE})",
-        message,
-        (message.key, message.encoded, notify, milliseconds(lock_timeout)),
-    )
-
-
-def post_combined(message: Outgoing, *, announce: bool, lock_timeout: float) -> Call[Posted]:
-    """By itself. With `announce`, the same call announces the post behind its commit, where a bell is armed."""
-    if message.key is None and message.encoded == "{}" and announce and lock_timeout == LOCK_TIMEOUT:
-        # Most posts are so, and each parameter costs them on both sides of the wire.
-        return _post("call doorbell.post_combined(%s::text, %s::text, %s::text)", message, (), commits=True)
-    rest = (message.key, message.encoded, announce, milliseconds(lock_timeout))
-    return _post(f"call doorbell.post_combined({_ONE})", message, rest, commits=True)
-
-
-def _post(sql: str, message: Outgoing, rest: tuple[Any, ...], *, commits: bool = False) -> Call[Posted]:
+    """As part of a transaction, where `notify` makes its commit announce it; or by itself, where nothing else will do."""
     return Call(
-        sql,
-        (message.channel, message.body, message.sender, *rest),
+        f"select channel_id, {_POSTED} from doorbell.post({_FIVE}, %s::boolean, %s::integer)",
+        (message.channel, message.body, message.sender, message.key, message.encoded, notify, milliseconds(lock_timeout)),
         message.read,
         repeatable=message.key is not None,
         posts=message.channel,
-        commits=commits,
     )
+
+
+def try_post(message: Outgoing) -> Call[Posted | Unposted]:
+    """By itself, on a channel where that meets nobody: the shortest way."""
+    return _by_itself(f"select doorbell.try_post({_THREE})", f"select doorbell.try_post({_FIVE})", message, ())
+
+
+def post_combined(message: Outgoing, *, announce: bool, lock_timeout: float) -> Call[Posted | Unposted]:
+    """By itself, wherever others may be posting. With `announce`, it announces itself behind its commit, if a bell is armed."""
+    usual = announce and lock_timeout == LOCK_TIMEOUT
+    return _by_itself(
+        f"call doorbell.post_combined({_THREE})" if usual else "",
+        f"call doorbell.post_combined({_FIVE}, %s::boolean, %s::integer)",
+        message,
+        (announce, milliseconds(lock_timeout)),
+        commits=True,
+    )
+
+
+def _by_itself(
+    short: str, whole: str, message: Outgoing, options: tuple[Any, ...], *, commits: bool = False
+) -> Call[Posted | Unposted]:
+    # Most posts can go by the short statement, and each parameter costs them on both sides of the wire.
+    params: tuple[Any, ...] = (message.channel, message.body, message.sender)
+    if not short or message.key is not None or message.encoded != "{}":
+        short, params = whole, (*params, message.key, message.encoded, *options)
+    return Call(short, params, message.read_answer, repeatable=message.key is not None, posts=message.channel, commits=commits)
+
+
+class Quiet:
+    """The channels, of a bus, whose last post met nobody, neither a rival nor a bell: try_post will do for the next."""
+
+    MOST = 10_000
+
+    def __init__(self) -> None:
+        self._channels: set[str] = set()
+
+    def __contains__(self, channel: str) -> bool:
+        return channel in self._channels
+
+    def note(self, posted: Posted) -> None:
+        # Threads share this without a lock: each step is one operation, and a wrong guess costs one call more.
+        if posted.armed or posted.shared:
+            self._channels.discard(posted.message.channel)
+        else:
+            if len(self._channels) >= self.MOST:
+                self._channels.clear()
+            self._channels.add(posted.message.channel)
 
 
 def post_many(

@@ -17,7 +17,7 @@ from psycopg.rows import tuple_row
 
 from doorbell_postgres import calls, throwaway, wire
 from doorbell_postgres import migrate as migration
-from doorbell_postgres.calls import Call, Outgoing, Posted, ReadTimes
+from doorbell_postgres.calls import Call, Outgoing, Posted, Quiet, ReadTimes, Unposted
 from doorbell_postgres.contract import Backlog, Draft, Message, Notify, Start
 from doorbell_postgres.listener import Listener
 from doorbell_postgres.notifier import Notifier
@@ -77,6 +77,7 @@ class Store:
         self.listener = Listener(settings.dsn, settings.options, listen=self._announces, on_news=partial(_notify, self.activity))
         self._notifier = Notifier(partial(_announce, self._pool))
         self._sharing = Sharing()
+        self._quiet = Quiet()
         self.read_times = ReadTimes()
         self._finalizer = weakref.finalize(self, _shut, self._pid, self._notifier, self.listener, self._pool)
 
@@ -226,9 +227,18 @@ class Store:
                 time.sleep(attempts.after(exc, sent=sent))
 
     def _post_alone(self, message: Outgoing) -> Posted:
-        announce = self._announces and self._notifier.is_free()
-        posted = self._run(calls.post_combined(message, announce=announce, lock_timeout=self._lock_timeout))
-        self._posted(posted, announced=announce)
+        announced = False
+        posted: Posted | Unposted = Unposted.BUSY
+        if message.channel in self._quiet:
+            posted = self._run(calls.try_post(message))
+        if posted is Unposted.BUSY:
+            announced = self._announces and self._notifier.is_free()
+            posted = self._run(calls.post_combined(message, announce=announced, lock_timeout=self._lock_timeout))
+        if isinstance(posted, Unposted):
+            announced = False
+            posted = self._run(calls.post(message, notify=False, lock_timeout=self._lock_timeout))
+        self._quiet.note(posted)
+        self._posted(posted, announced=announced)
         return posted
 
     def _post_together(self, messages: list[Outgoing]) -> list[Posted]:
