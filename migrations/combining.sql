@@ -21,11 +21,23 @@ as $$
   select array[channel_id, seq, (date_part('epoch', created_at) * 1e6)::bigint, flags]
 $$;
 
--- Appends one message without waiting for anybody; with stage_for_ms, leaves it for whoever is posting to the channel now.
+-- Whether the channel has a message with this key. Each call sees what has been committed when it is made.
+create function doorbell._knows(channel text, idempotency_key text) returns boolean
+language plpgsql volatile set search_path = pg_catalog, pg_temp
+as $$
+begin
+  return idempotency_key is not null and exists (
+    select
+    from doorbell.channel as c
+    join doorbell.message as m on m.channel_id = c.id and m.idempotency_key = _knows.idempotency_key
+    where c.name = _knows.channel);
+end
+$$;
+
+-- Appends one message where that meets nobody, and waits for nobody.
 --
--- The answer is that of doorbell._answer. {channel_id, ticket}: staged, for so many milliseconds; collect wants the ticket in
---   the next transaction, and nothing is posted until then. {}: others are posting, and nothing was written. Null: nothing was
---   written, and this wants doorbell.post (a channel's first message, a key that is known, a large one that would have to wait).
+-- The answer is that of doorbell._answer. {}: others are posting, and nothing was written. Null: nothing was written, and this
+--   wants doorbell.post (a channel's first message, a key that is known).
 -- Locks: the queue lock and the channel row, if both are free. A key that is found at once takes none.
 -- Errors: RB001 bad input or not READ COMMITTED.
 create function doorbell.try_post(
@@ -33,8 +45,7 @@ create function doorbell.try_post(
   body text,
   sender text,
   idempotency_key text default null,
-  headers jsonb default '{}',
-  stage_for_ms integer default null
+  headers jsonb default '{}'
 ) returns bigint[]
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 as $$
@@ -45,19 +56,13 @@ begin
   if (octet_length(channel) between 1 and 255
       and octet_length(sender) between 1 and 255
       and idempotency_key is null
-      and octet_length(body) <= 65536
+      and octet_length(body) <= 16777216
       and headers = '{}'
       and current_setting('transaction_isolation') = 'read committed') is not true
   then
     perform doorbell._check_post(channel, body, sender, idempotency_key, headers);
-    if idempotency_key is not null then
-      perform
-        from doorbell.channel as c
-        join doorbell.message as m on m.channel_id = c.id and m.idempotency_key = try_post.idempotency_key
-        where c.name = channel;
-      if found then
-        return null;
-      end if;
+    if doorbell._knows(channel, idempotency_key) then
+      return null;
     end if;
   end if;
 
@@ -66,30 +71,56 @@ begin
     where c.name = channel and pg_try_advisory_xact_lock(doorbell._key(85, c.id))
     for no key update skip locked;
   if not found then
-    if stage_for_ms is null then
-      return (select array[]::bigint[] from doorbell.channel as c where c.name = channel);
-    elsif octet_length(body) <= 65536 then -- a larger one is worth a flush of its own
-      insert into doorbell.staged as s (channel_id, expires_at, sender, body, headers, idempotency_key)
-        select c.id, clock_timestamp() + stage_for_ms * interval '1 ms', try_post.sender, try_post.body, try_post.headers,
-               try_post.idempotency_key
-        from doorbell.channel as c
-        where c.name = channel
-        returning array[s.channel_id, s.ticket] into v_answer;
-    end if;
-    return v_answer;
+    return (select array[]::bigint[] from doorbell.channel as c where c.name = channel);
   end if;
-
   -- Under the lock, in new statements and so with new snapshots.
-  if idempotency_key is not null then
-    perform from doorbell.message as m where m.channel_id = v_id and m.idempotency_key = try_post.idempotency_key;
-    if found then
-      return null;
-    end if;
+  if idempotency_key is not null and doorbell._knows(channel, idempotency_key) then
+    return null;
   end if;
   insert into doorbell.message as m (channel_id, seq, sender, body, headers, idempotency_key, created_at)
     values (v_id, coalesce((select h.seq from doorbell.message as h where h.channel_id = v_id order by h.seq desc limit 1), 0) + 1,
             try_post.sender, try_post.body, try_post.headers, try_post.idempotency_key, clock_timestamp())
     returning doorbell._answer(m.channel_id, m.seq, m.created_at, doorbell._armed(m.channel_id)::integer) into v_answer;
+  return v_answer;
+end
+$$;
+
+-- Leaves one message for whoever is posting to the channel: it waits for its number for at most so many milliseconds.
+--
+-- {channel_id, ticket}: collect wants the ticket, in the next transaction of this session. Null: nothing was written, and this
+--   wants doorbell.post (a channel's first message, a key that is known, a large message).
+-- Errors: RB001 bad input or not READ COMMITTED.
+create function doorbell.stage(
+  channel text,
+  body text,
+  sender text,
+  idempotency_key text default null,
+  headers jsonb default '{}',
+  for_ms integer default 5000
+) returns bigint[]
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_answer bigint[];
+begin
+  if (octet_length(channel) between 1 and 255
+      and octet_length(sender) between 1 and 255
+      and idempotency_key is null
+      and octet_length(body) <= 65536 -- a larger one is worth a flush of its own
+      and headers = '{}'
+      and current_setting('transaction_isolation') = 'read committed') is not true
+  then
+    perform doorbell._check_post(channel, body, sender, idempotency_key, headers);
+    if doorbell._knows(channel, idempotency_key) or octet_length(body) > 65536 then
+      return null;
+    end if;
+  end if;
+  insert into doorbell.staged as s (channel_id, expires_at, sender, body, headers, idempotency_key)
+    select c.id, clock_timestamp() + coalesce(for_ms, 5000) * interval '1 ms', stage.sender, stage.body, stage.headers,
+           stage.idempotency_key
+    from doorbell.channel as c
+    where c.name = channel
+    returning array[s.channel_id, s.ticket] into v_answer;
   return v_answer;
 end
 $$;
@@ -130,11 +161,11 @@ begin
     order by s.ticket
     for no key update skip locked
   ), placed as (
-    select w.ticket, o.seq as old_seq, o.created_at as old_time,
+    select w.ticket, o.seq as old_seq, case when count(*) over () > 1 then 2 else 0 end as shared,
            case when w.idempotency_key is null then w.ticket else min(w.ticket) over (partition by w.idempotency_key) end as first
     from waiting as w
     left join lateral (
-      select m.seq, m.created_at
+      select m.seq
       from doorbell.message as m
       where m.channel_id = _number_staged.channel_id and m.idempotency_key = w.idempotency_key
       limit 1 -- one probe for each, however small the log was when this was planned
@@ -151,8 +182,8 @@ begin
       order by n.seq
   )
   update doorbell.staged as s
-    set seq = coalesce(p.old_seq, n.seq), created_at = coalesce(p.old_time, v_time), posted = p.old_seq is null and p.first = p.ticket,
-        armed = v_armed and p.old_seq is null and p.first = p.ticket
+    set seq = coalesce(p.old_seq, n.seq), created_at = v_time,
+        flags = case when p.old_seq is null and p.first = p.ticket then v_armed::integer + p.shared end
     from placed as p
     left join numbered as n on n.ticket = p.first
     where s.channel_id = _number_staged.channel_id and s.ticket = p.ticket and s.ticket between v_first and v_last;
@@ -161,7 +192,7 @@ $$;
 
 -- What became of a post that this session has staged, in a transaction of its own after the one that staged it.
 --
--- Promise: as doorbell.post. The answer is as try_post's, with the flag 2; null without a failure means that the key was known.
+-- Promise: as doorbell.post. The answer is as try_post's; null without a failure means that the key was known.
 --   Where failure is not null, the post is not in the log and never will be, except for RB008: then that is not known.
 --   With the lock and without an answer, this session numbers everybody's.
 -- Locks: the queue lock, for at most lock_timeout_ms; then as _number_staged.
@@ -193,7 +224,7 @@ begin
 
   delete from doorbell.staged as s
     where s.channel_id = collect.channel_id and s.ticket = collect.ticket and s.backend = pg_backend_pid() and s.seq is not null
-    returning true, case when s.posted then doorbell._answer(s.channel_id, s.seq, s.created_at, s.armed::integer | 2) end
+    returning true, case when s.flags is not null then doorbell._answer(s.channel_id, s.seq, s.created_at, s.flags) end
     into v_found, answer;
   if not found and failure is null then
     -- Should another one's be what cannot be written, it fails alone.
@@ -215,7 +246,7 @@ begin
     begin
       delete from doorbell.staged as s
         where s.channel_id = collect.channel_id and s.ticket = collect.ticket and s.backend = pg_backend_pid()
-        returning s.seq is not null, case when s.posted then doorbell._answer(s.channel_id, s.seq, s.created_at, s.armed::integer | 2) end
+        returning s.seq is not null, case when s.flags is not null then doorbell._answer(s.channel_id, s.seq, s.created_at, s.flags) end
         into v_found, answer;
       if not found then
         failure := 'RB008';
@@ -242,9 +273,9 @@ $$;
 -- Appends one message as doorbell.post does, sharing the flush with others that are posting to the channel.
 --
 -- Call it outside a transaction block: it commits, and where the channel is busy does so twice. In a block a busy channel
---   raises 2D000, and nothing is posted. The answer is as try_post's, with the flag 2 where the flush was shared; null means
---   that nothing was written and that this wants doorbell.post. With announce, bells that may wait are told, in a transaction
---   that flushes nothing; whatever happens to that, the post is in the log.
+--   raises 2D000, and nothing is posted. The answer is as try_post's; null means that nothing was written and that this wants
+--   doorbell.post. With announce, bells that may wait are told, in a transaction that flushes nothing; whatever happens to
+--   that, the post is in the log. busy says that the caller has just met others there: it saves a look.
 -- Errors: as doorbell.post; RB008 the outcome is not known (with a key the post may be sent again).
 create procedure doorbell.post_combined(
   channel text,
@@ -254,6 +285,7 @@ create procedure doorbell.post_combined(
   headers jsonb default '{}',
   announce boolean default true,
   lock_timeout_ms integer default 5000,
+  busy boolean default false,
   inout answer bigint[] default null
 )
 language plpgsql
@@ -261,8 +293,15 @@ as $$
 declare
   p record;
 begin
-  answer := doorbell.try_post(channel, body, sender, idempotency_key, headers, coalesce(lock_timeout_ms, 5000));
-  if pg_catalog.cardinality(answer) operator(pg_catalog.=) 2 then
+  if busy is not true then
+    answer := doorbell.try_post(channel, body, sender, idempotency_key, headers);
+    busy := pg_catalog.cardinality(answer) operator(pg_catalog.=) 0;
+  end if;
+  if busy then
+    answer := doorbell.stage(channel, body, sender, idempotency_key, headers, lock_timeout_ms);
+    if answer is null then
+      return;
+    end if;
     commit;
     p := doorbell.collect(answer[1], answer[2], lock_timeout_ms);
     if p.failure is not null then

