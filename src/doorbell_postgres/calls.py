@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
+from functools import lru_cache
 from typing import Any, Generic, NamedTuple, TypeGuard, TypeVar
 
 from doorbell_postgres.contract import NO_HEADERS, Backlog, Draft, Headers, Message, MutableMessage
@@ -57,11 +57,12 @@ class Posted(NamedTuple):
     shared: bool = False  # its flush, with other processes
 
 
-class Unposted(Enum):
-    """Why a call that waits for nobody has posted nothing."""
+class Unposted:
+    """Why a call has posted nothing. Its two instances are told apart by identity; an Enum takes a µs for each look."""
 
-    BUSY = "others are posting to the channel"
-    UNUSUAL = "only doorbell.post can do it"
+
+BUSY = Unposted()  # others are posting to the channel
+UNUSUAL = Unposted()  # only doorbell.post can do it
 
 
 class Hello(NamedTuple):
@@ -144,6 +145,9 @@ def name(field: str, value: object, most: int = NAME_BYTES) -> str:
     if not checked:
         raise InvalidInput(f"{field} is empty; it must have 1 to {most:,} bytes of UTF-8.")
     return checked
+
+
+_known_name = lru_cache(maxsize=1_024)(name)  # for what is a str and nothing else
 
 
 def count(field: str, value: object, *, least: int, most: int) -> int:
@@ -248,27 +252,30 @@ class Outgoing(NamedTuple):
     def read_answer(self, rows: Rows) -> Posted | Unposted:
         answer = rows[0][0]
         if not answer:
-            return Unposted.UNUSUAL if answer is None else Unposted.BUSY
+            return UNUSUAL if answer is None else BUSY
         channel_id, seq, micros, flags = answer
-        message = read_message(self.channel, seq, self.sender, self.body, micros / 1e6, self.headers, self.key)
-        return Posted(message, channel_id, armed=bool(flags & 1), shared=bool(flags & 2))
+        message = _message((self.channel, seq, self.sender, self.body, micros / 1e6, self.headers, self.key))
+        return Posted(message, channel_id, flags & 1 != 0, flags & 2 != 0)
 
 
 def outgoing(
     channel: str, body: str, *, sender: str, idempotency_key: str | None = None, headers: Mapping[str, str] | None = None
 ) -> Outgoing:
+    # Between two posts a process loses its caches to others, and each function that is entered is read from memory again.
     return Outgoing(
-        name("channel", channel),
-        text("body", body, BODY_BYTES),
-        name("sender", sender),
-        _key("idempotency_key", idempotency_key),
-        *checked_headers("headers", headers),
+        _known_name("channel", channel) if type(channel) is str else name("channel", channel),
+        body if _is_plain(body, BODY_BYTES) else text("body", body, BODY_BYTES),
+        _known_name("sender", sender) if type(sender) is str else name("sender", sender),
+        None if idempotency_key is None else name("idempotency_key", idempotency_key, KEY_BYTES),
+        *((NO_HEADERS, "{}") if headers is None else checked_headers("headers", headers)),
     )
 
 
 _POSTED = "seq, date_part('epoch', created_at), posted, armed, original_sender, original_body, original_headers"
 _THREE = "%s::text, %s::text, %s::text"
 _FIVE = f"{_THREE}, %s::text, %s::jsonb"
+_TRY_THREE = f"select doorbell.try_post({_THREE})"
+_TRY_FIVE = f"select doorbell.try_post({_FIVE})"
 
 
 def post(message: Outgoing, *, notify: bool, lock_timeout: float) -> Call[Posted]:
@@ -284,7 +291,7 @@ def post(message: Outgoing, *, notify: bool, lock_timeout: float) -> Call[Posted
 
 def try_post(message: Outgoing) -> Call[Posted | Unposted]:
     """By itself, on a channel where that meets nobody: the shortest way."""
-    return _by_itself(f"select doorbell.try_post({_THREE})", f"select doorbell.try_post({_FIVE})", message, ())
+    return _by_itself(_TRY_THREE, _TRY_FIVE, message, ())
 
 
 def post_combined(message: Outgoing, *, announce: bool, lock_timeout: float, busy: bool) -> Call[Posted | Unposted]:
@@ -306,7 +313,7 @@ def _by_itself(
     params: tuple[Any, ...] = (message.channel, message.body, message.sender)
     if not short or message.key is not None or message.encoded != "{}":
         short, params = whole, (*params, message.key, message.encoded, *options)
-    return Call(short, params, message.read_answer, repeatable=message.key is not None, posts=message.channel, commits=commits)
+    return Call(short, params, message.read_answer, message.key is not None, message.channel, commits)
 
 
 class Traffic:

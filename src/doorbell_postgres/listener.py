@@ -162,6 +162,8 @@ class Listener:
 
     def announced(self, channel_id: int) -> None:
         """This process has posted there: look without waiting for the database to say so."""
+        if not self._list.has(channel_id):  # asked without the lock: who joins now looks after this post
+            return
         with self._lock:
             watched = self._list.announced(channel_id, time.monotonic())
         if watched:

@@ -39,7 +39,7 @@ class Pooled(psycopg.Connection[Any]):
         psycopg's cursor adapts any type, keeps its result and knows row factories. That was half of what a call cost its
         process. So a statement that comes up again is prepared here, and sent with plain parameters as the text they are.
         """
-        name = self._name_of(sql)
+        name = self._statements.get(sql) or self._name_of(sql)
         values = _as_text(params) if name else None
         if name is None or values is None:
             rows = self._cursor.execute(sql, params).fetchall()

@@ -31,12 +31,13 @@ class Sharing:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._in_use: dict[str, list[_Waiting]] = {}
+        self._main = threading.main_thread().ident
 
     def post(
         self, message: Outgoing, alone: Callable[[Outgoing], Posted], together: Callable[[list[Outgoing]], list[Posted]]
     ) -> Posted:
         """`alone` posts one message, `together` several of one channel in one commit. Returns when this one is posted."""
-        if threading.current_thread() is threading.main_thread():
+        if threading.get_ident() == self._main:
             # Signal handlers run here, and what they raise (Ctrl-C) comes at any point: nobody may depend on this thread.
             return alone(message)
         with self._lock:

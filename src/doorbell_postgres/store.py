@@ -228,10 +228,10 @@ class Store:
 
     def _post_alone(self, message: Outgoing) -> Posted:
         announced = False
-        posted: Posted | Unposted = Unposted.BUSY
+        posted: Posted | Unposted = calls.BUSY
         if self._traffic.is_quiet(message.channel):
             posted = self._run(calls.try_post(message))
-        if posted is Unposted.BUSY:
+        if posted is calls.BUSY:
             announced = self._announces and self._notifier.is_free()
             busy = self._traffic.is_busy(message.channel)
             call = calls.post_combined(message, announce=announced, lock_timeout=self._lock_timeout, busy=busy)

@@ -194,6 +194,10 @@ class Watchlist:
         """The channels that anybody watches."""
         return list(self._by_channel)
 
+    def has(self, channel_id: int) -> bool:
+        """Whether anybody watches this channel."""
+        return channel_id in self._by_channel
+
     def announced(self, channel_id: int, now: float) -> bool:
         """Look at the channel's watches now. False when nobody watches it."""
         watches = self._by_channel.get(channel_id, ())
