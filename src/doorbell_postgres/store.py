@@ -28,6 +28,27 @@ T = TypeVar("T")
 log = logging.getLogger("doorbell_postgres")
 
 
+class Activity(threading.Condition):
+    """A condition that knows whether anybody waits: nobody does at most posts, and notify_all is the dearest part of telling."""
+
+    def __init__(self) -> None:
+        self._own_lock = threading.RLock()
+        self._count = 0
+        super().__init__(self._own_lock)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self._count += 1
+        try:
+            return super().wait(timeout)
+        finally:
+            self._count -= 1
+
+    def tell(self) -> None:
+        with self._own_lock:
+            if self._count:
+                self.notify_all()
+
+
 class Store:
     """Channels, messages and cursors on one database. Thread-safe; not for use after fork().
 
@@ -72,9 +93,9 @@ class Store:
         self._check_opening(settings)
 
         self._pool = Pool(settings)
-        self.activity = threading.Condition()
+        self.activity = Activity()
         # The threads of these two know nothing of this store, so that one which is dropped unclosed is collected.
-        self.listener = Listener(settings.dsn, settings.options, listen=self._announces, on_news=partial(_notify, self.activity))
+        self.listener = Listener(settings.dsn, settings.options, listen=self._announces, on_news=self.activity.tell)
         self._notifier = Notifier(partial(_announce, self._pool))
         self._sharing = Sharing()
         self._traffic = Traffic()
@@ -189,7 +210,7 @@ class Store:
             return
         self._closed = True
         self._finalizer()
-        _notify(self.activity)
+        self.activity.tell()
 
     def __enter__(self) -> Store:
         return self
@@ -276,7 +297,7 @@ class Store:
                 self._notifier.rest()
             else:
                 self._notifier.announce([posted.channel_id])
-        _notify(self.activity)
+        self.activity.tell()
 
     @staticmethod
     def _check_opening(settings: wire.Settings) -> None:
@@ -299,11 +320,6 @@ def _announce(pool: Pool, channel_ids: list[int]) -> None:
     with pool.connection(timeout=1.0) as connection:
         call = calls.announce(channel_ids)
         connection.send(call.sql, call.params)
-
-
-def _notify(activity: threading.Condition) -> None:
-    with activity:
-        activity.notify_all()
 
 
 def _send(connection: Connection, call: Call[T]) -> T:
