@@ -153,15 +153,16 @@ begin
   v_time := clock_timestamp();
   -- Each is told, and announces for itself: this session may not want to, or may not live to do it.
   v_armed := doorbell._armed(channel_id);
+  -- No two of these are joined: planned for the one row that is expected, that would compare each with each.
   with waiting as materialized (
-    select s.ticket, s.sender, s.body, s.headers, s.idempotency_key
+    select s.ctid, s.ticket, s.sender, s.body, s.headers, s.idempotency_key
     from doorbell.staged as s
     where s.channel_id = _number_staged.channel_id and s.ticket between v_first and v_last
       and s.seq is null and (s.expires_at > v_time or s.ticket = _number_staged.ticket)
     order by s.ticket
     for no key update skip locked
-  ), placed as (
-    select w.ticket, o.seq as old_seq, case when count(*) over () > 1 then 2 else 0 end as shared,
+  ), known as (
+    select w.*, o.seq as old_seq,
            case when w.idempotency_key is null then w.ticket else min(w.ticket) over (partition by w.idempotency_key) end as first
     from waiting as w
     left join lateral (
@@ -170,23 +171,25 @@ begin
       where m.channel_id = _number_staged.channel_id and m.idempotency_key = w.idempotency_key
       limit 1 -- one probe for each, however small the log was when this was planned
     ) as o on w.idempotency_key is not null
-  ), numbered as (
-    select p.ticket, v_head + row_number() over (order by p.ticket) as seq
+  ), placed as (
+    select k.*, k.old_seq is null and k.first = k.ticket as is_new, count(*) over () > 1 as is_shared,
+           v_head + count(*) filter (where k.old_seq is null and k.first = k.ticket) over (order by k.ticket) as place
+    from known as k
+  ), numbered as materialized (
+    select p.*, coalesce(p.old_seq, min(p.place) over (partition by p.first)) as seq
     from placed as p
-    where p.old_seq is null and p.first = p.ticket
   ), appended as (
     insert into doorbell.message (channel_id, seq, sender, body, headers, idempotency_key, created_at)
-      select _number_staged.channel_id, n.seq, w.sender, w.body, w.headers, w.idempotency_key, v_time
+      select _number_staged.channel_id, n.seq, n.sender, n.body, n.headers, n.idempotency_key, v_time
       from numbered as n
-      join waiting as w using (ticket)
+      where n.is_new
       order by n.seq
   )
   update doorbell.staged as s
-    set seq = coalesce(p.old_seq, n.seq), created_at = v_time,
-        flags = case when p.old_seq is null and p.first = p.ticket then v_armed::integer + p.shared end
-    from placed as p
-    left join numbered as n on n.ticket = p.first
-    where s.channel_id = _number_staged.channel_id and s.ticket = p.ticket and s.ticket between v_first and v_last;
+    set seq = n.seq, created_at = v_time,
+        flags = case when n.is_new then v_armed::integer + case when n.is_shared then 2 else 0 end end
+    from numbered as n
+    where s.ctid = n.ctid; -- they are locked, so they stay where they are
 end
 $$;
 
