@@ -141,14 +141,17 @@ declare
   v_time timestamptz;
   v_armed boolean;
 begin
-  select s.expires_at into v_expires
-    from doorbell.staged as s
-    where s.channel_id = _number_staged.channel_id and s.ticket = _number_staged.ticket;
-  perform set_config('lock_timeout', greatest(1, ceil(1000 * date_part('epoch', v_expires - clock_timestamp())))::integer::text, true);
   if current_setting('synchronous_commit') in ('off', 'local') then
     perform set_config('synchronous_commit', 'on', true);
   end if;
-  perform from doorbell.channel as c where c.id = channel_id for no key update;
+  perform from doorbell.channel as c where c.id = channel_id for no key update skip locked;
+  if not found then
+    select s.expires_at into v_expires
+      from doorbell.staged as s
+      where s.channel_id = _number_staged.channel_id and s.ticket = _number_staged.ticket;
+    perform set_config('lock_timeout', greatest(1, ceil(1000 * date_part('epoch', v_expires - clock_timestamp())))::integer::text, true);
+    perform from doorbell.channel as c where c.id = channel_id for no key update;
+  end if;
   v_head := doorbell._head(channel_id);
   v_time := clock_timestamp();
   -- Each is told, and announces for itself: this session may not want to, or may not live to do it.
@@ -296,15 +299,15 @@ as $$
 declare
   p record;
 begin
-  if busy is not true then
-    answer := doorbell.try_post(channel, body, sender, idempotency_key, headers);
-    busy := pg_catalog.cardinality(answer) operator(pg_catalog.=) 0;
-  end if;
   if busy then
     answer := doorbell.stage(channel, body, sender, idempotency_key, headers, lock_timeout_ms);
-    if answer is null then
-      return;
+  else
+    answer := doorbell.try_post(channel, body, sender, idempotency_key, headers);
+    if pg_catalog.cardinality(answer) operator(pg_catalog.=) 0 then
+      answer := doorbell.stage(channel, body, sender, idempotency_key, headers, lock_timeout_ms);
     end if;
+  end if;
+  if pg_catalog.cardinality(answer) operator(pg_catalog.=) 2 then
     commit;
     p := doorbell.collect(answer[1], answer[2], lock_timeout_ms);
     if p.failure is not null then

@@ -276,6 +276,13 @@ _THREE = "%s::text, %s::text, %s::text"
 _FIVE = f"{_THREE}, %s::text, %s::jsonb"
 _TRY_THREE = f"select doorbell.try_post({_THREE})"
 _TRY_FIVE = f"select doorbell.try_post({_FIVE})"
+_COMBINED = {
+    busy: (
+        f"call doorbell.post_combined({_THREE}, busy => {busy})",
+        f"call doorbell.post_combined({_FIVE}, %s::boolean, %s::integer, {busy})",
+    )
+    for busy in (False, True)
+}
 
 
 def post(message: Outgoing, *, notify: bool, lock_timeout: float) -> Call[Posted]:
@@ -296,14 +303,10 @@ def try_post(message: Outgoing) -> Call[Posted | Unposted]:
 
 def post_combined(message: Outgoing, *, announce: bool, lock_timeout: float, busy: bool) -> Call[Posted | Unposted]:
     """By itself, wherever others may be posting. With `announce`, it announces itself behind its commit, if a bell is armed."""
-    usual = announce and lock_timeout == LOCK_TIMEOUT
-    return _by_itself(
-        f"call doorbell.post_combined({_THREE}, busy => {busy})" if usual else "",
-        f"call doorbell.post_combined({_FIVE}, %s::boolean, %s::integer, {busy})",
-        message,
-        (announce, milliseconds(lock_timeout)),
-        commits=True,
-    )
+    short, whole = _COMBINED[busy]
+    if not announce or lock_timeout != LOCK_TIMEOUT:
+        short = ""
+    return _by_itself(short, whole, message, (announce, milliseconds(lock_timeout)), commits=True)
 
 
 def _by_itself(
