@@ -427,6 +427,7 @@ as $$
     ('collect', true, false),
     ('fail_turn', true, false),
     ('finish_turn', true, false),
+    ('glance', true, false),
     ('grant_role', false, false),
     ('has_news', true, false),
     ('head', true, true),

@@ -22,7 +22,7 @@ import pytest
 from psycopg.rows import dict_row
 
 import doorbell_postgres
-from doorbell_postgres import MessageBus, pool
+from doorbell_postgres import MessageBus, direct
 from doorbell_postgres.contract import Backlog, Draft, Message
 from doorbell_postgres.errors import BusClosed, ChannelBusy, InvalidInput, LogRewound, UnknownChannel
 from support import Api, backends, background, bell_is_waiting, eventually, run_script, waiting_in_database
@@ -914,7 +914,7 @@ def test_a_call_that_cannot_be_prepared_was_not_sent(dsn: str, sql: Sql) -> None
     with MessageBus(dsn, max_size=1) as bus:
         bus.post("events", "first", sender="ci")
         bus.post("events", "second", sender="ci")
-        after = next(pool._numbers)
+        after = next(direct._numbers)
         with bus.transaction() as connection:
             for number in range(after + 1, after + 4):
                 connection.execute(f"prepare doorbell_{number} as select 1".encode())

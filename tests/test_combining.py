@@ -74,7 +74,9 @@ def busy(sql: Sql, connect: Connect, holder: Callable[[], Any]) -> Callable[[], 
 
 def staged(sql: Sql, count: int) -> None:
     """Wait until so many posts wait for their number behind the first."""
-    eventually(lambda: sql("select count(*) from doorbell.staged where seq is null") == [(count + 1,)], what=f"{count} staged posts")
+    eventually(
+        lambda: sql("select count(*) from doorbell.staged where seq is null") == [(count + 1,)], what=f"{count} staged posts"
+    )
     waiting_in_database(sql, count + 1)
 
 

@@ -197,7 +197,13 @@ def test_every_function_pins_its_search_path_and_public_ones_run_as_the_owner(sq
     for signature, name, kind, definer, _, config, _ in sql(FUNCTIONS):
         if kind == "p":
             continue  # a procedure that commits can have neither
-        if name not in {"_lock_channel", "_head", "_key", "_armed", "_answer"}:  # in every post; only functions that pin theirs call them
+        if name not in {
+            "_lock_channel",
+            "_head",
+            "_key",
+            "_armed",
+            "_answer",
+        }:  # in every post; only functions that pin theirs call them
             assert "search_path=pg_catalog, pg_temp" in config, signature
         assert definer or name.startswith("_"), signature
 

@@ -580,13 +580,17 @@ def has_news(questions: Sequence[Question]) -> Call[bool]:
     # converts in every poll.
     return Call(
         "select doorbell.has_news(%s::text[], %s::bigint[], %s::bigint[], %s::float8[], %s::uuid[])",
-        (handles, _literal(channel_ids), _literal(floors), _literal(times), _literal(set(epochs))),
+        (_texts(handles), _literal(channel_ids), _literal(floors), _literal(times), _literal(set(epochs))),
         read_one,
     )
 
 
 def _literal(values: Iterable[object]) -> str:
     return "{" + ",".join("null" if value is None else str(value) for value in values) + "}"
+
+
+def _texts(values: Iterable[str]) -> str:
+    return "{" + ",".join('"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"' for value in values) + "}"
 
 
 def _columns(questions: Sequence[Question]) -> list[list[Any]]:
@@ -597,20 +601,33 @@ def peek(questions: Sequence[Question], *, preview: int) -> Call[list[News]]:
     """`preview` is how many characters of a body come along; 0 for none."""
     handles, channel_ids, floors, times, epochs = _columns(questions)
     return Call(
-        "select watch - 1, head, coalesce(rewound, false), seq, sender, preview, extract(epoch from created_at)::float8,"
-        " lost_from, lost_to"
-        " from doorbell.peek(%s::text[], %s::bigint[], %s::bigint[],"
-        " array(select to_timestamp(t) from unnest(%s::float8[]) with ordinality as u (t, n) order by n), %s::integer,"
-        " %s::text[]::uuid[])",
+        "select watch - 1, head, coalesce(rewound, false), seq, sender, preview, date_part('epoch', created_at),"
+        " lost_from, lost_to from doorbell.peek(%s::text[], %s::bigint[], %s::bigint[], %s::float8[], %s::integer, %s::uuid[])",
         (
-            handles,
-            channel_ids,
-            floors,
-            times,
+            _texts(handles),
+            _literal(channel_ids),
+            _literal(floors),
+            _literal(times),
             preview,
-            epochs if len(set(epochs)) > 1 else epochs[:1],
+            _literal(epochs if len(set(epochs)) > 1 else epochs[:1]),
         ),
         lambda rows: [News(*row) for row in rows],
+    )
+
+
+def glance(question: Question, *, preview: int) -> Call[News | None]:
+    """What `peek` would say of this one, if that is the usual: the next message. None says nothing."""
+
+    def read(rows: Rows) -> News | None:
+        if (found := rows[0][0]) is None:
+            return None
+        seq, sender, start, created_at = found
+        return News(0, int(seq), False, int(seq), sender, start, float(created_at))
+
+    return Call(
+        "select doorbell.glance(%s::text, %s::bigint, %s::bigint, %s::float8, %s::integer, %s::uuid)",
+        (question.handle, question.channel_id, question.floor, question.floor_at, preview, question.epoch),
+        read,
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import queue
 import random
-import selectors
 import socket
 import threading
 import time
@@ -22,17 +21,18 @@ from typing import Any, TypeVar
 import psycopg
 from psycopg.abc import PQGen
 from psycopg.pq import TransactionStatus
-from psycopg.waiting import Ready
+from psycopg.waiting import Ready, Wait
 
 from doorbell_postgres import calls, watch, wire
 from doorbell_postgres.calls import Call, News
+from doorbell_postgres.direct import Direct
 from doorbell_postgres.watch import ListenerState, Outcome, Status, Watch, Watchlist
 
 T = TypeVar("T")
 log = logging.getLogger("doorbell_postgres")
 
 
-class Wire(psycopg.Connection[tuple[Any, ...]]):
+class Wire(Direct):
     """A connection whose every wait ends: when nothing has come for `patience` seconds, or when the rope is pulled."""
 
     rope: socket.socket
@@ -45,17 +45,14 @@ class Wire(psycopg.Connection[tuple[Any, ...]]):
     def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
         try:
             want = next(gen)
-            with selectors.DefaultSelector() as selector:
-                selector.register(self.rope, selectors.EVENT_READ)
-                selector.register(self.pgconn.socket, int(want))
-                while True:
-                    selector.modify(self.pgconn.socket, int(want))
-                    got = {key.fd: events for key, events in selector.select(self.patience)}
-                    if self.rope.fileno() in got:
-                        raise psycopg.OperationalError("closed while waiting")
-                    if not got:
-                        raise wire.Late(f"no answer within {self.patience:g} s")
-                    want = gen.send(Ready(got[self.pgconn.socket]))
+            while True:
+                rope, server = self.rope.fileno(), self.pgconn.socket
+                got = wire.await_any({rope: Wait.R.value, server: int(want)}, self.patience)
+                if rope in got:
+                    raise psycopg.OperationalError("closed while waiting")
+                if not got:
+                    raise wire.Late(f"no answer within {self.patience:g} s")
+                want = gen.send(Ready(got[server]))
         except StopIteration as done:
             result: T = done.value
             return result
@@ -84,6 +81,7 @@ class Listener:
         self._failures = 0
         self._tokens: dict[int, bool] = {}  # and whether the connection holds them
         self._distrusted = False
+        self._let_go = 0.0
         self._status = Status(time.monotonic())
 
     @property
@@ -104,10 +102,14 @@ class Listener:
             yield mailbox
         finally:
             with self._lock:
+                sees_to_it = watch not in self._list and time.monotonic() < self._let_go
                 self._list.remove(watch)
                 self._fresh.discard(watch)
                 self._mailboxes.pop(watch, None)
-            self._wake()  # its key is let go now: while it is held, every post there is announced
+            # Its key is let go soon: while it is held, every post there is announced. After a ring the thread sees to that
+            # by itself; a nudge would have it run at once, and the wait return behind it.
+            if not sees_to_it:
+                self._wake()
 
     def again(self, watch: Watch, mailbox: queue.SimpleQueue[Outcome]) -> None:
         self._enter(watch, mailbox)
@@ -319,9 +321,11 @@ class Listener:
                     return
             due = self._next_due()
             until = due if due is not None else (unwanted_since or now) + watch.LINGER
+            if now < self._let_go:
+                until = min(until, self._let_go)
             if self._tokens and not wire.is_pooled(connection):
                 until = min(until, connection.keep_at)
-            if connection.heard or connection in self._ready(max(0.0, until - now), connection):
+            if connection.heard or self._ready(max(0.0, until - now), connection):
                 self._hear(connection)
 
     def _keep(self, connection: Wire) -> None:
@@ -355,7 +359,7 @@ class Listener:
             wanted = watch.keys_for(self._list.channel_ids())
         for _ in range(watch.TRIES):
             take, drop = wanted - connection.armed, connection.armed - wanted
-            if not take and not drop:
+            if not take and (not drop or time.monotonic() < self._let_go):
                 return
             refused = self._execute(connection, calls.arm(sorted(take), sorted(drop)))
             connection.armed = wanted - set(refused)
@@ -389,7 +393,10 @@ class Listener:
         began = time.monotonic()
         try:
             news: list[News] = []
-            if questions and (expecting or self._execute(connection, calls.has_news(questions))):
+            if expecting and len(questions) == 1:
+                next_one = self._execute(connection, calls.glance(questions[0], preview=preview))
+                news = [next_one] if next_one else []
+            if questions and not news and (expecting or self._execute(connection, calls.has_news(questions))):
                 news = self._execute(connection, calls.peek(questions, preview=preview))
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):
@@ -409,10 +416,12 @@ class Listener:
                 if outcome is None and each in self._fresh:
                     mailbox.put("nothing")
                 elif outcome is not None:
+                    self._let_go = time.monotonic() + watch.LET_GO
                     self._list.remove(each)
                     mailbox.put(outcome)
                 self._fresh.discard(each)
         if rang:
+            time.sleep(watch.MAKE_WAY)
             self._on_news()
 
     def _do_jobs(self, connection: Wire) -> None:
@@ -445,7 +454,7 @@ class Listener:
 
     def _execute(self, connection: Wire, call: Call[T]) -> T:
         if not wire.is_pooled(connection):  # the session itself is read-only
-            return call.read(connection.execute(call.sql, call.params).fetchall())
+            return call.read(connection.send(call.sql, call.params))
         connection.execute("begin read only")
         try:
             return call.read(connection.execute(call.sql, call.params).fetchall())
@@ -474,26 +483,22 @@ class Listener:
         with self._lock:
             return self._list.next_due()
 
-    def _ready(self, timeout: float | None, connection: Wire | None) -> list[Any]:
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._rope, selectors.EVENT_READ)
-            selector.register(self._nudged, selectors.EVENT_READ)
-            if connection is not None:
-                selector.register(connection.pgconn.socket, selectors.EVENT_READ, connection)
-            events = selector.select(timeout)
-        for key, _ in events:
-            if key.fileobj is self._nudged:
-                self._nudged.recv(4096)
-        return [key.data for key, _ in events]
+    def _ready(self, timeout: float | None, connection: Wire | None) -> bool:
+        """Wait for something to do; whether the connection has something to read."""
+        wanted = {self._rope.fileno(): Wait.R.value, self._nudged.fileno(): Wait.R.value}
+        if connection is not None:
+            wanted[connection.pgconn.socket] = Wait.R.value
+        ready = wire.await_any(wanted, timeout)
+        if self._nudged.fileno() in ready:
+            self._nudged.recv(4096)
+        return connection is not None and connection.pgconn.socket in ready
 
     def _sleep(self, timeout: float | None) -> None:
         """Until something happens, or for `timeout` whatever happens short of closing."""
         if timeout is None:
             self._ready(None, None)
             return
-        with selectors.DefaultSelector() as selector:
-            selector.register(self._rope, selectors.EVENT_READ)
-            selector.select(timeout)
+        wire.await_any({self._rope.fileno(): Wait.R.value}, timeout)
 
     def _fell(self, exc: Exception) -> None:
         self._log(self._status.fell(wire.why(exc), time.monotonic()))

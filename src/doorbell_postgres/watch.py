@@ -43,6 +43,8 @@ TRIES, TRY_AGAIN = 20, 0.001
 LINGER = 60.0
 # How long the keys of a wait that has ended are kept: whoever waits again at once need not take them anew.
 LET_GO = 0.02
+# The thread that rang keeps the interpreter for itself until it sleeps: the wait that it has ended returns meanwhile.
+MAKE_WAY = 0.0001
 # Announcements that follow a first one are gathered for this long.
 GATHER = 0.010
 # A token that another session holds, the dead one of before, is tried again so soon, then at twice the distance each time.

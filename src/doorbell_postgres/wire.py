@@ -6,13 +6,15 @@ No connection is held here and nothing waits: the shells do that, each in its ow
 from __future__ import annotations
 
 import logging
+import math
 import os
 import random
 import re
 import select
+import selectors
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, LiteralString, TypeAlias
 
@@ -389,6 +391,38 @@ def refuse_foreign(conn: object, expected: type) -> None:
 
 
 Question: TypeAlias = Callable[[], bool]
+
+
+def await_any(wanted: Mapping[int, int], timeout: float | None) -> dict[int, int]:
+    """Which of these sockets are ready, as selectors' events; {} when `timeout` seconds have passed.
+
+    A poll wants one call of the system. A selector that is made for one wait wants six, which a ring would wait for.
+    """
+    if not hasattr(select, "poll"):  # pragma: no cover
+        with selectors.DefaultSelector() as selector:
+            for fd, events in wanted.items():
+                selector.register(fd, events)
+            return {key.fd: events for key, events in selector.select(timeout)}
+    poll = select.poll()
+    for fd, events in wanted.items():
+        poll.register(fd, _POLLED[events])
+    # Rounded up: else the last millisecond would be spent asking.
+    found = poll.poll(None if timeout is None else math.ceil(1000 * timeout))
+    # An error or a hang-up is news for whoever reads, and for whoever only writes.
+    return {fd: _EVENTS[bool(got & ~select.POLLOUT), bool(got & select.POLLOUT)] & wanted[fd] or wanted[fd] for fd, got in found}
+
+
+_POLLED = {
+    selectors.EVENT_READ: getattr(select, "POLLIN", 0),
+    selectors.EVENT_WRITE: getattr(select, "POLLOUT", 0),
+    selectors.EVENT_READ | selectors.EVENT_WRITE: getattr(select, "POLLIN", 0) | getattr(select, "POLLOUT", 0),
+}
+_EVENTS = {
+    (False, False): 0,
+    (True, False): selectors.EVENT_READ,
+    (False, True): selectors.EVENT_WRITE,
+    (True, True): selectors.EVENT_READ | selectors.EVENT_WRITE,
+}
 
 
 def staleness(fd: int) -> Question:

@@ -387,7 +387,10 @@ class Listener:
         began = self._loop.time()
         try:
             news: list[News] = []
-            if questions and (expecting or await self._execute(connection, calls.has_news(questions))):
+            if expecting and len(questions) == 1:
+                next_one = await self._execute(connection, calls.glance(questions[0], preview=preview))
+                news = [next_one] if next_one else []
+            if questions and not news and (expecting or await self._execute(connection, calls.has_news(questions))):
                 news = await self._execute(connection, calls.peek(questions, preview=preview))
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):
