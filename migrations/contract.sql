@@ -746,7 +746,7 @@ create function doorbell.peek(
   handles text[],
   channel_ids bigint[],
   floors bigint[],
-  floor_times double precision[],
+  floor_times timestamptz[],
   preview_len integer,
   epochs uuid[] default null
 ) returns table (
@@ -756,7 +756,7 @@ language plpgsql stable security definer set search_path = pg_catalog, pg_temp s
 as $$
 begin
   return query
-    select w.n, h.seq, h.seq < w.floor or f.created_at <> to_timestamp(w.floor_at) or coalesce(e.is_new, false), m.seq, m.sender, left(m.body, preview_len),
+    select w.n, h.seq, h.seq < w.floor or f.created_at <> w.floor_at or coalesce(e.is_new, false), m.seq, m.sender, left(m.body, preview_len),
            coalesce(m.created_at, (select t.created_at from doorbell.message as t where t.channel_id = w.channel_id and t.seq = h.seq)),
            l.acked_seq + 1, l.up_to
     from unnest((select handles), (select channel_ids), (select floors), (select floor_times))
@@ -783,7 +783,7 @@ begin
       where p.channel_id = w.channel_id and cu.handle = w.handle
       limit 1
     ) as l on true
-    where h.seq <> w.floor or f.created_at <> to_timestamp(w.floor_at) or e.is_new or l.up_to is not null
+    where h.seq <> w.floor or f.created_at <> w.floor_at or e.is_new or l.up_to is not null
     order by w.n;
 end
 $$;

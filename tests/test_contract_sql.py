@@ -31,6 +31,7 @@ READERS = {
     "backlog_of": "select * from doorbell.backlog_of('worker')",
     "bell_floors": "select * from doorbell.bell_floors('worker')",
     "channel_names": "select * from doorbell.channel_names()",
+    "glance": "select doorbell.glance('worker', 1, 1, null, 40, h.epoch) from doorbell.hello() as h",
     "has_news": "select doorbell.has_news(array['worker'], array[1::bigint], array[0::bigint], array[null::float8])",
     "head": "select doorbell.head('events')",
     "hello": "select * from doorbell.hello()",
@@ -632,7 +633,9 @@ def test_peek_skips_own_messages_and_sees_another_log(sql: Sql) -> None:
 
 
 @pytest.mark.usefixtures("filled")
-def test_has_news_says_whether_peek_has_a_row(sql: Sql) -> None:
+def test_has_news_and_glance_say_what_peek_says(sql: Sql) -> None:
+    """has_news whether it has a row; glance the row itself, or nothing."""
+    glanced = 0
     sql("select doorbell.subscribe('worker', 'quiet')")
     (events, _, _, _, head, epoch), (quiet, *_) = sql("select * from doorbell.bell_floors('worker') order by channel")
     ((at_head,),) = sql("select created_at from doorbell.messages_after('events', %s)", head - 1)
@@ -640,7 +643,18 @@ def test_has_news_says_whether_peek_has_a_row(sql: Sql) -> None:
 
     def found(floors: list[int], times: list[Any], epochs: list[Any] | None, handle: str = "worker") -> bool:
         arrays = ([handle] * 2, [events, quiet], floors, times)
-        rows = sql("select watch from doorbell.peek(%s, %s, %s, %s, 2, %s)", *arrays, epochs)
+        nonlocal glanced
+        rows = sql(
+            "select watch, seq, sender, preview, extract(epoch from created_at)::text from doorbell.peek(%s, %s, %s, %s, 2, %s)",
+            *arrays,
+            epochs,
+        )
+        watch = (handle, events, floors[0], times[0], epochs and epochs[0])
+        ((glance,),) = sql("select doorbell.glance(%s, %s, %s, extract(epoch from %s::timestamptz), 2, %s)", *watch)
+        if glance is not None:
+            seq, sender, preview, at = glance
+            assert [(1, int(seq), sender, preview, float(at))] == [(*row, float(at)) for *row, at in rows if row[0] == 1]
+            glanced += 1
         seconds = (
             "array(select extract(epoch from t) from unnest(%s::timestamptz[]) with ordinality as u (t, n) order by n)::float8[]"
         )
@@ -649,6 +663,7 @@ def test_has_news_says_whether_peek_has_a_row(sql: Sql) -> None:
         return bool(answer)
 
     for _ in range(7):  # planned for these values, then once for all
+        glanced = 0
         for epochs in (None, [epoch], [epoch, epoch]):
             assert not found([head, 0], [at_head, None], epochs)
             assert not found([head, 0], [None, None], epochs)
@@ -660,6 +675,7 @@ def test_has_news_says_whether_peek_has_a_row(sql: Sql) -> None:
         assert found([head, 0], [at_head, None], [elsewhere])
         assert found([head, 0], [at_head, None], [epoch, elsewhere])
         assert found([head, 0], [at_head, None], [elsewhere, epoch])
+        assert glanced == 2
     assert sql("select doorbell.has_news('{}', '{}', '{}', '{}')") == [(False,)]
     sql("select doorbell.prune('0 s', 'events', keep_keys => '0 s', force => true)")
     assert found([head, 0], [at_head, None], [epoch])  # the worker has lost what it had not acked

@@ -602,7 +602,9 @@ def peek(questions: Sequence[Question], *, preview: int) -> Call[list[News]]:
     handles, channel_ids, floors, times, epochs = _columns(questions)
     return Call(
         "select watch - 1, head, coalesce(rewound, false), seq, sender, preview, date_part('epoch', created_at),"
-        " lost_from, lost_to from doorbell.peek(%s::text[], %s::bigint[], %s::bigint[], %s::float8[], %s::integer, %s::uuid[])",
+        " lost_from, lost_to from doorbell.peek(%s::text[], %s::bigint[], %s::bigint[],"
+        " array(select to_timestamp(t) from unnest(%s::float8[]) with ordinality as u (t, n) order by n),"
+        " %s::integer, %s::uuid[])",
         (
             _texts(handles),
             _literal(channel_ids),
