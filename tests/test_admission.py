@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import inspect
 import pickle
@@ -573,7 +572,7 @@ def test_an_admission_whose_answer_never_came_is_given_back(
     def lost(rows: Any) -> Any:
         raise DatabaseUnavailable("away")
 
-    monkeypatch.setattr(admission, "admit", lambda *a, **kw: dataclasses.replace(real(*a, **kw), read=lost))
+    monkeypatch.setattr(admission, "admit", lambda *a, **kw: real(*a, **kw)._replace(read=lost))
     with pytest.raises(DatabaseUnavailable):
         bus.admit("worker", message)
     monkeypatch.setattr(admission, "admit", real)

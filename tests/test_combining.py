@@ -401,6 +401,7 @@ def in_use(bus: Any, sql: Sql, holder: Any, posts: list[dict[str, Any]]) -> tupl
     first = background(bus.post, "events", "first", sender="ci")
     waiting_in_database(sql)
     queue = getattr(bus.store, "_real", bus.store)._sharing._in_use["events"]
+    queue = getattr(queue, "waiting", queue)
     waiting = getattr(queue, "waiting", queue)
     others = []
     for n, post in enumerate(posts):
@@ -443,6 +444,24 @@ def test_posts_of_one_process_share_a_call(api: Api, bus: Any, sql: Sql, holder:
     assert [m.headers for m in messages[:2]] == [{}, {"n": "1"}]
     assert len(sql("select distinct created_at from doorbell.message where seq > 2")) == 1
     assert len(sql("select distinct xmin::text from doorbell.message where seq > 2")) == 1
+
+
+@pytest.mark.usefixtures("patient")
+def test_many_that_wait_make_a_second_call(dsn: str, sql: Sql, holder: Any) -> None:
+    """Beside the one that is under way, of threads only: tasks are at work in one thread, whatever is under way."""
+    with MessageBus(dsn) as bus:
+        bus.post("events", "zero", sender="ci")
+        holding = holder()
+        first = background(bus.post, "events", "first", sender="ci")
+        waiting_in_database(sql)
+        others = [background(bus.post, "events", str(n), sender="ci") for n in range(sharing.MANY)]
+        waiting_in_database(sql, 2)
+        late = background(bus.post, "events", "late", sender="ci")
+        eventually(lambda: bus.store._sharing._in_use["events"].waiting)
+        holding.rollback()
+        assert sorted(post.result(10).seq for post in (first, *others, late)) == list(range(2, sharing.MANY + 4))
+        assert not bus.store._sharing._in_use
+    assert len(sql("select distinct xmin::text from doorbell.message where seq > 1")) == 3
 
 
 @pytest.mark.usefixtures("patient")

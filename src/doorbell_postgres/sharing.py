@@ -1,6 +1,8 @@
 """Posts of one process to one channel share calls: those that come while one is under way go together in the next.
 
-A post that finds its channel free goes at once, by itself, and waits for nobody. So do those of the main thread.
+A post that finds its channel free goes at once, by itself, and waits for nobody. So do those of the main thread. Where many
+wait, they do not wait for the end of the call: a second one is made beside it, so that the threads of one are at work here
+while the server is at work on the other.
 """
 
 from __future__ import annotations
@@ -10,6 +12,9 @@ from collections.abc import Callable
 
 from doorbell_postgres.batches import PATIENCE, after, take
 from doorbell_postgres.calls import Outgoing, Posted
+
+# So many posts that wait are worth a call of their own, beside the one that is under way.
+MANY = 14
 
 
 class _Waiting:
@@ -25,12 +30,26 @@ class _Waiting:
         self.failure: BaseException | None = None
 
 
+class _Queue:
+    """One channel, while it is in use: how many calls are under way, one or two, and who waits."""
+
+    def __init__(self) -> None:
+        self.calls = 1
+        self.waiting: list[_Waiting] = []
+
+    def next_call(self) -> _Waiting:
+        """Whoever is to carry those that wait."""
+        batch = take(self.waiting)
+        batch[0].carries = batch
+        return batch[0]
+
+
 class Sharing:
     """Who is posting to which channel, and who waits for that."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._in_use: dict[str, list[_Waiting]] = {}
+        self._in_use: dict[str, _Queue] = {}
         self._main = threading.main_thread().ident
 
     def post(
@@ -41,22 +60,28 @@ class Sharing:
             # Signal handlers run here, and what they raise (Ctrl-C) comes at any point: nobody may depend on this thread.
             return alone(message)
         with self._lock:
-            waiting = self._in_use.get(message.channel)
-            if waiting is None:
-                self._in_use[message.channel] = []
+            queue = self._in_use.get(message.channel)
+            carrier = None
+            if queue is None:
+                self._in_use[message.channel] = _Queue()
             else:
                 mine = _Waiting(message)
-                waiting.append(mine)
-        if waiting is None:
+                queue.waiting.append(mine)
+                if queue.calls == 1 and len(queue.waiting) >= MANY:
+                    queue.calls = 2
+                    carrier = queue.next_call()
+        if queue is None:
             try:
                 return alone(message)
             finally:
                 self._pass_on(message.channel)
+        if carrier is not None:
+            carrier.turn.release()
         if not mine.turn.acquire(timeout=PATIENCE):
             with self._lock:
-                late = mine in waiting
+                late = mine in queue.waiting
                 if late:
-                    waiting.remove(mine)
+                    queue.waiting.remove(mine)
             if late:
                 return alone(message)
             mine.turn.acquire()
@@ -85,10 +110,11 @@ class Sharing:
 
     def _pass_on(self, channel: str) -> None:
         with self._lock:
-            waiting = self._in_use[channel]
-            if not waiting:
-                del self._in_use[channel]
+            queue = self._in_use[channel]
+            if len(queue.waiting) < (MANY if queue.calls == 2 else 1):
+                queue.calls -= 1
+                if queue.calls == 0:
+                    del self._in_use[channel]
                 return
-            batch = take(waiting)
-            batch[0].carries = batch
-        batch[0].turn.release()
+            carrier = queue.next_call()
+        carrier.turn.release()
