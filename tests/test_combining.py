@@ -401,7 +401,6 @@ def in_use(bus: Any, sql: Sql, holder: Any, posts: list[dict[str, Any]]) -> tupl
     first = background(bus.post, "events", "first", sender="ci")
     waiting_in_database(sql)
     queue = getattr(bus.store, "_real", bus.store)._sharing._in_use["events"]
-    queue = getattr(queue, "waiting", queue)
     waiting = getattr(queue, "waiting", queue)
     others = []
     for n, post in enumerate(posts):
