@@ -1,8 +1,9 @@
 -- Combining: posts that meet on one channel share a flush.
 --
--- Flow.     Who finds the channel's queue lock free posts as ever (doorbell.post). Who does not leaves the message in doorbell.staged,
---           commits (nothing is flushed: that table is unlogged) and waits for the lock. Who gets it and has no number yet
---           numbers everything that is staged there, in one commit, and writes the answers back; the others find theirs.
+-- Flow.     Who finds the channel's queue lock and row free posts by itself (try_post). Who does not leaves the message in
+--           doorbell.staged (stage), commits (nothing is flushed: that table is unlogged) and waits for the lock (collect). Who
+--           gets it and has no number yet numbers everything that is staged there, in one commit, and writes the answers
+--           back; the others find theirs. A channel's first message, and a key that is known, are left to doorbell.post.
 -- Lock.     The queue lock is an advisory one of a transaction, for each channel (class 0x55). It orders those who combine; the
 --           channel row's lock, taken behind it, orders them with everybody else.
 -- Truth.    A post is in the log when the commit that numbered it is flushed; that one is flushed whatever synchronous_commit
