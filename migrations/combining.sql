@@ -109,9 +109,11 @@ begin
       and idempotency_key is null
       and octet_length(body) <= 65536 -- a larger one is worth a flush of its own
       and headers = '{}'
+      and coalesce(for_ms, 5000) >= 0
       and current_setting('transaction_isolation') = 'read committed') is not true
   then
     perform doorbell._check_post(channel, body, sender, idempotency_key, headers);
+    perform doorbell._refuse(case when for_ms < 0 then format('the lock timeout is %s ms', for_ms) end);
     if doorbell._knows(channel, idempotency_key) or octet_length(body) > 65536 then
       return null;
     end if;
@@ -162,7 +164,7 @@ begin
     select s.ctid, s.ticket, s.sender, s.body, s.headers, s.idempotency_key
     from doorbell.staged as s
     where s.channel_id = _number_staged.channel_id and s.ticket between v_first and v_last
-      and s.seq is null and (s.expires_at > v_time or s.ticket = _number_staged.ticket)
+      and s.seq is null and (s.expires_at > v_time or s.ticket = _number_staged.ticket and s.backend = pg_backend_pid())
     order by s.ticket
     for no key update skip locked
   ), known as (
@@ -219,6 +221,9 @@ declare
   v_found boolean;
   v_reach integer;
 begin
+  if current_setting('transaction_isolation') <> 'read committed' then
+    perform doorbell._refuse_isolation();
+  end if;
   if lock_timeout_ms is distinct from 5000 then
     perform set_config('lock_timeout', lock_timeout_ms::text, true);
   end if;
@@ -270,7 +275,7 @@ begin
   if v_found then
     failure := null;
   elsif failure = 'RB008' then
-    failure_hint := 'Look whether it is in the log before you post it again; with a key, post it again.';
+    failure_hint := 'After the lock timeout, look whether it is in the log before you post it again; with a key, post it again.';
   else
     failure_hint := 'Nothing was posted.';
   end if;
@@ -279,11 +284,12 @@ $$;
 
 -- Appends one message as doorbell.post does, sharing the flush with others that are posting to the channel.
 --
--- Call it outside a transaction block: it commits, and where the channel is busy does so twice. In a block a busy channel
---   raises 2D000, and nothing is posted. The answer is as try_post's; null means that nothing was written and that this wants
+-- Call it outside a transaction block: it commits, and where the channel is busy does so twice. In a block a channel that is
+--   busy, or where a bell waits, raises 2D000, and nothing is posted. The answer is as try_post's; null means that nothing was written and that this wants
 --   doorbell.post. With announce, bells that may wait are told, in a transaction that flushes nothing; whatever happens to
 --   that, the post is in the log. busy says that the caller has just met others there: it saves a look.
--- Errors: as doorbell.post; RB008 the outcome is not known (with a key the post may be sent again).
+-- Errors: as doorbell.post; RB008 the outcome is not known (with a key the post may be sent again). Nor is it after a 57014
+--   that does not say "Nothing was posted": the cancel may have come behind the commit.
 create procedure doorbell.post_combined(
   channel text,
   body text,

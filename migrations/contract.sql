@@ -801,7 +801,7 @@ begin
   return (
     select array[m.seq::text, m.sender, left(m.body, preview_len), date_part('epoch', m.created_at)::text]
     from doorbell.message as m
-    where m.channel_id = glance.channel_id and m.seq = glance.floor + 1 and m.sender <> glance.handle
+    where m.channel_id = glance.channel_id and m.seq = least(glance.floor, 9223372036854775806) + 1 and m.sender <> glance.handle
       and (glance.floor_at is null or exists (
         select from doorbell.message as f
         where f.channel_id = glance.channel_id and f.seq = glance.floor and f.created_at = to_timestamp(glance.floor_at)))

@@ -921,3 +921,36 @@ def test_a_call_that_cannot_be_prepared_was_not_sent(dsn: str, sql: Sql) -> None
         with pytest.raises(psycopg.errors.DuplicatePreparedStatement):
             bus.post("events", "third", sender="ci")
         assert sql("select body from doorbell.message") == [("first",), ("second",)]
+
+
+def test_a_post_that_is_interrupted_loses_no_connection(dsn: str) -> None:
+    """Ctrl-C comes between any two steps. With one connection, the next post would find none."""
+    done = run_script(
+        """
+import random, signal, sys
+from doorbell_postgres import MessageBus
+
+def interrupt(*_):
+    if armed:
+        raise KeyboardInterrupt
+
+armed, interrupts, random = False, 0, random.Random(3)
+signal.signal(signal.SIGALRM, interrupt)
+with MessageBus(sys.argv[1], max_size=1, retry_for=1) as bus:
+    bus.post("events", "first", sender="ci")  # who waits for a dial is psycopg's
+    while interrupts < 600:
+        try:
+            armed = True
+            signal.setitimer(signal.ITIMER_REAL, random.random() * 0.0012 + 1e-5)
+            for _ in range(3):
+                bus.post("events", "x", sender="ci")
+            armed = False
+        except KeyboardInterrupt:
+            armed = False
+            interrupts += 1
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        bus.post("events", "probe", sender="ci")
+""",
+        dsn,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

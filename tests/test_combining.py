@@ -368,6 +368,22 @@ def test_a_crash_of_the_server_posts_nothing_that_was_staged() -> None:
             assert connection.execute("select count(*) from doorbell.staged").fetchone() == (0,)
 
 
+def test_what_another_session_has_staged_is_not_collected(bus: MessageBus, sql: Sql, connect: Connect) -> None:
+    """Nor posted when its time is over, nor in a snapshot from before the wait; and a limit below zero stages nothing."""
+    bus.post("events", "zero", sender="ci")
+    one, other = connect(autocommit=True), connect(autocommit=True)
+    ((staged_there,),) = one.execute("select doorbell.stage('events', 'expired', 'ci', for_ms => 0)").fetchall()
+    ((answer, failure),) = other.execute("select answer, failure from doorbell.collect(%s, %s, 5000)", staged_there).fetchall()
+    assert (answer, failure) == (None, "RB008")
+    one.execute("begin isolation level repeatable read")
+    with pytest.raises(psycopg.Error, match="the transaction runs at repeatable read"):
+        one.execute("select doorbell.collect(%s, %s, 5000)", staged_there)
+    with pytest.raises(psycopg.Error, match="the lock timeout is -1 ms"):
+        other.execute("call doorbell.post_combined('events', 'body', 'ci', lock_timeout_ms => -1, busy => true)")
+    assert sql("select body from doorbell.staged") == [("expired",)]
+    assert log(sql) == [(1, "zero")]
+
+
 def test_many_processes_on_one_channel(api: Api, dsn: str, bus: Any, sql: Sql, processes: Processes) -> None:
     """Each gets the number under which its message is in the log, keys are posted once, and no number is missing."""
     posters = [

@@ -22,6 +22,8 @@ Connection = psycopg.Connection[Any]
 class Pooled(Direct):
     """A connection of the pool."""
 
+    is_lent = False
+
     @cached_property
     def is_stale(self) -> wire.Question:
         return wire.staleness(self.fileno())
@@ -65,30 +67,35 @@ class Pool:
         connection = self.borrow(timeout)
         try:
             yield connection
+            self.give_back(connection)
         except BaseException as exc:
             self.give_back(connection, exc)
             raise
-        self.give_back(connection)
 
     def borrow(self, timeout: float) -> Pooled:
         """A connection, within about `timeout`. Raises BusClosed, PoolTimeout or why the last dial failed."""
-        with self._lock:
-            kept, self._kept = self._kept, None
-            self._asking += kept is None
-        if kept is not None:
-            try:
-                stale = kept.is_stale()
-            except BaseException:  # Ctrl-C
+        kept = None
+        try:
+            with self._lock:
+                kept, self._kept = self._kept, None
+            if kept is not None:
+                kept.is_lent = True
+                if not kept.is_stale():
+                    return kept
+        except BaseException:  # Ctrl-C
+            if kept is not None:
+                kept.is_lent = True
                 self.give_back(kept)
-                raise
-            if not stale:
-                return kept
+            raise
+        if kept is not None:
             kept.close()
             self._pool.putconn(kept)
-            with self._lock:
-                self._asking += 1
+        with self._lock:
+            self._asking += 1
         try:
-            return self._pool.getconn(timeout=wire.pool_patience(timeout))
+            connection = self._pool.getconn(timeout=wire.pool_patience(timeout))
+            connection.is_lent = True
+            return connection
         except PoolClosed:
             raise wire.closed_meanwhile() from None
         except PoolTimeout as exc:
@@ -98,15 +105,25 @@ class Pool:
                 self._asking -= 1
 
     def give_back(self, connection: Pooled, failure: BaseException | None = None) -> None:
-        """To whoever asks for one, else kept for the next call."""
-        if failure is not None and wire.spoils_connection(failure):
-            connection.close()
-        if connection.pgconn.transaction_status == TransactionStatus.IDLE:
-            with self._lock:
-                if self._kept is None and not self._asking and not self._closed and time.monotonic() < self._keep_until:
-                    self._kept = connection
-                    return
-                self._keep_until = time.monotonic() + wire.POOL_KEEP
+        """To whoever asks for one, else kept for the next call. A second time, after Ctrl-C in the first, does nothing."""
+        try:
+            if not connection.is_lent:
+                return
+            if failure is not None and wire.spoils_connection(failure):
+                connection.close()
+            if connection.pgconn.transaction_status == TransactionStatus.IDLE:
+                with self._lock:
+                    if self._kept is None and not self._asking and not self._closed and time.monotonic() < self._keep_until:
+                        connection.is_lent = False
+                        self._kept = connection
+                        return
+                    self._keep_until = time.monotonic() + wire.POOL_KEEP
+        except BaseException:  # Ctrl-C
+            if connection.is_lent:
+                connection.is_lent = False
+                self._pool.putconn(connection)
+            raise
+        connection.is_lent = False
         self._pool.putconn(connection)
 
     def close(self) -> None:

@@ -238,10 +238,10 @@ class Store:
                 try:
                     sent = True
                     result = call.read(connection.send(call.sql, call.params))
+                    self._pool.give_back(connection)
                 except BaseException as exc:
                     self._pool.give_back(connection, exc)
                     raise
-                self._pool.give_back(connection)
                 return result
             except psycopg.Error as exc:
                 attempts = attempts or wire.Attempts(call, began + self._retry_for)

@@ -327,7 +327,8 @@ class Attempts:
         if sent and unanswered and not call.repeatable:
             raise OutcomeUnknown(
                 f"The call ended before its answer came ({why(exc)}): the change may or may not be in the database. "
-                "Look before sending it again; a post with an idempotency_key is retried safely."
+                "Look before sending it again, but not before the lock timeout is over; "
+                "a post with an idempotency_key is retried safely."
             ) from exc
         if not (busy or errors.is_transient(state, connection_lost=lost)):
             raise translate(exc, call) from None
@@ -378,7 +379,8 @@ def unanswered(timeout: float, reason: str | None) -> DatabaseUnavailable:
 
 def interrupted() -> OutcomeUnknown:
     return OutcomeUnknown(
-        "The call that carried this post was interrupted: it may or may not be in the log. Look before posting it again; "
+        "The call that carried this post was interrupted: it may or may not be in the log. "
+        "Look before posting it again, but not before the lock timeout is over; "
         "a post with an idempotency_key is sent again safely."
     )
 
