@@ -327,9 +327,7 @@ begin
   if announce and answer[4] operator(pg_catalog.&) 1 operator(pg_catalog.=) 1 then
     commit;
     begin
-      -- As doorbell.announce, without its statement.
-      told := case when pg_catalog.pg_notification_queue_usage() operator(pg_catalog.<) 0.9::pg_catalog.float8
-                   then pg_catalog.pg_notify('doorbell', answer[1]::pg_catalog.text)::pg_catalog.text end;
+      told := doorbell.announce(array[answer[1]])::pg_catalog.text;
     exception when query_canceled or others then
       null; -- the post is in the log; bells find it by polling
     end;
