@@ -271,13 +271,13 @@ def test_probes_that_meet_do_not_keep_a_bell_from_arming(
     bell = api.Doorbell(bus, "worker", poll_interval=NEVER)  # rings for none of those: they are its own handle's
     for _ in range(20):
         wait = background(bell.wait, 30)
-        eventually(lambda: (CHANNEL, "ShareLock") in held(sql), within=5)
+        eventually(lambda: (CHANNEL, "ShareLock") in held(sql), within=20)
         began = time.monotonic()
         poster.post("events", "for the bell", sender="ci")
         event = wait.result(20)
         assert event is not None
         assert event.sender == "ci"
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20  # far from the poll
     for each in posting:
         each.tell("stop")
     assert all(each.result() > 20 for each in posting)
