@@ -954,3 +954,31 @@ with MessageBus(sys.argv[1], max_size=1, retry_for=1) as bus:
         dsn,
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_connection_that_comes_back_goes_to_whoever_has_just_found_none(dsn: str) -> None:
+    """Between its look and its wait the only one comes back: kept for the next call, it would be waited for in vain."""
+    with MessageBus(dsn, max_size=1, retry_for=1) as bus:
+        bus.post("events", "first", sender="ci")
+        pool = bus.store._pool
+        lent = pool.borrow(1)
+
+        class Lock:
+            """Gives back what is lent as soon as somebody has looked."""
+
+            def __init__(self, real: Any) -> None:
+                self.real = real
+
+            def __enter__(self) -> None:
+                self.real.__enter__()
+
+            def __exit__(self, *exc: Any) -> None:
+                self.real.__exit__(*exc)
+                if lent.is_lent:
+                    pool._lock = self.real
+                    pool.give_back(lent)
+
+        pool._lock = Lock(pool._lock)  # type: ignore[assignment]
+        found = pool.borrow(1)
+        assert found is lent
+        pool.give_back(found)

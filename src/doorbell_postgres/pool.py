@@ -75,24 +75,23 @@ class Pool:
     def borrow(self, timeout: float) -> Pooled:
         """A connection, within about `timeout`. Raises BusClosed, PoolTimeout or why the last dial failed."""
         kept = None
+        asks = False
         try:
+            # In one step with the look: what is given back from now on goes to whoever asks the pool, not to the next call.
             with self._lock:
                 kept, self._kept = self._kept, None
+                asks = kept is None
+                self._asking += asks
             if kept is not None:
                 kept.is_lent = True
                 if not kept.is_stale():
                     return kept
-        except BaseException:  # Ctrl-C
-            if kept is not None:
-                kept.is_lent = True
-                self.give_back(kept)
-            raise
-        if kept is not None:
-            kept.close()
-            self._pool.putconn(kept)
-        with self._lock:
-            self._asking += 1
-        try:
+                kept.close()
+                self._pool.putconn(kept)
+                kept = None
+                with self._lock:
+                    asks = True
+                    self._asking += 1
             connection = self._pool.getconn(timeout=wire.pool_patience(timeout))
             connection.is_lent = True
             return connection
@@ -100,9 +99,15 @@ class Pool:
             raise wire.closed_meanwhile() from None
         except PoolTimeout as exc:
             raise self._dialer.refusal or exc from None
+        except BaseException:  # Ctrl-C
+            if kept is not None:
+                kept.is_lent = True
+                self.give_back(kept)
+            raise
         finally:
-            with self._lock:
-                self._asking -= 1
+            if asks:
+                with self._lock:
+                    self._asking -= 1
 
     def give_back(self, connection: Pooled, failure: BaseException | None = None) -> None:
         """To whoever asks for one, else kept for the next call. A second time, after Ctrl-C in the first, does nothing."""
