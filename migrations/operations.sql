@@ -203,9 +203,7 @@ begin
     doorbell._interval_fault('keep_keys', keep_keys),
     case when (batch between 1 and 100000) is not true then format('batch is %s; it is 1 to 100,000', coalesce(batch::text, 'null')) end,
     case when force is null then 'force is null' end);
-  if current_setting('transaction_isolation') <> 'read committed' then
-    perform doorbell._refuse_isolation();
-  end if;
+  perform doorbell._refuse_isolation();
   if lock_timeout_ms is distinct from 5000 then
     perform set_config('lock_timeout', lock_timeout_ms::text, true);
   end if;

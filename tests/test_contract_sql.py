@@ -204,6 +204,7 @@ def test_every_function_pins_its_search_path_and_public_ones_run_as_the_owner(sq
             "_key",
             "_armed",
             "_answer",
+            "_is_plain",
         }:  # in every post; only functions that pin theirs call them
             assert "search_path=pg_catalog, pg_temp" in config, signature
         assert definer or name.startswith("_"), signature

@@ -407,24 +407,13 @@ def await_any(wanted: Mapping[int, int], timeout: float | None) -> dict[int, int
             return {key.fd: events for key, events in selector.select(timeout)}
     poll = select.poll()
     for fd, events in wanted.items():
-        poll.register(fd, _POLLED[events])
+        poll.register(fd, (events & selectors.EVENT_READ and select.POLLIN) | (events & selectors.EVENT_WRITE and select.POLLOUT))
+    found = {}
     # Rounded up: else the last millisecond would be spent asking.
-    found = poll.poll(None if timeout is None else math.ceil(1000 * timeout))
-    # An error or a hang-up is news for whoever reads, and for whoever only writes.
-    return {fd: _EVENTS[bool(got & ~select.POLLOUT), bool(got & select.POLLOUT)] & wanted[fd] or wanted[fd] for fd, got in found}
-
-
-_POLLED = {
-    selectors.EVENT_READ: getattr(select, "POLLIN", 0),
-    selectors.EVENT_WRITE: getattr(select, "POLLOUT", 0),
-    selectors.EVENT_READ | selectors.EVENT_WRITE: getattr(select, "POLLIN", 0) | getattr(select, "POLLOUT", 0),
-}
-_EVENTS = {
-    (False, False): 0,
-    (True, False): selectors.EVENT_READ,
-    (False, True): selectors.EVENT_WRITE,
-    (True, True): selectors.EVENT_READ | selectors.EVENT_WRITE,
-}
+    for fd, got in poll.poll(None if timeout is None else math.ceil(1000 * timeout)):
+        ready = (selectors.EVENT_READ if got & ~select.POLLOUT else 0) | (selectors.EVENT_WRITE if got & select.POLLOUT else 0)
+        found[fd] = ready & wanted[fd] or wanted[fd]  # an error or a hang-up is news for whoever waits, for whatever
+    return found
 
 
 def staleness(fd: int) -> Question:
