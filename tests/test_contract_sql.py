@@ -80,6 +80,8 @@ SIGNALS = {
 VIEWS = ("backlog", "channels", "turns", "health", "violations")
 # For operators and the owner: tests/test_roles.py and tests/test_prune.py.
 OPERATED = {"grant_role", "new_epoch", "prune", "prune_all", "prune_plan", "prune_turns", "revoke_role"}
+# In every post; only functions that pin theirs call them.
+UNPINNED = {"_answer", "_armed", "_head", "_is_plain", "_key", "_lock_channel"}
 COMBINING = {"collect", "post_combined", "stage", "try_post"}  # tests/test_combining.py
 CALLS = READERS | WRITERS | SIGNALS
 
@@ -198,14 +200,7 @@ def test_every_function_pins_its_search_path_and_public_ones_run_as_the_owner(sq
     for signature, name, kind, definer, _, config, _ in sql(FUNCTIONS):
         if kind == "p":
             continue  # a procedure that commits can have neither
-        if name not in {
-            "_lock_channel",
-            "_head",
-            "_key",
-            "_armed",
-            "_answer",
-            "_is_plain",
-        }:  # in every post; only functions that pin theirs call them
+        if name not in UNPINNED:
             assert "search_path=pg_catalog, pg_temp" in config, signature
         assert definer or name.startswith("_"), signature
 
