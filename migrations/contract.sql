@@ -879,15 +879,18 @@ $$;
 
 -- Takes the bells' keys of some channels for this session and lets those of others go; channel 0 is the wildcard.
 --
--- Promise: never waits. Returns the channels whose key was refused: a post was looking at it in this very moment.
+-- Promise: never waits. Returns the channels whose key was refused: a post was looking at it in this very moment. Keys are
+--   taken before others are let go.
 -- The keys go with the session. Behind a pooler in transaction mode this must not be called: the session is not one's own.
 create function doorbell.arm(take bigint[], release bigint[]) returns bigint[]
 language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
 as $$
+declare
+  v_refused constant bigint[] := array(
+    select t.id from unnest(take) as t (id) where not pg_try_advisory_lock_shared(doorbell._bell_key(t.id)));
 begin
   perform pg_advisory_unlock_shared(doorbell._bell_key(r.id)) from unnest(release) as r (id);
-  return array(
-    select t.id from unnest(take) as t (id) where not pg_try_advisory_lock_shared(doorbell._bell_key(t.id)));
+  return v_refused;
 end
 $$;
 

@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from doorbell_postgres import migrate
+from doorbell_postgres import DoorbellError, migrate
 from support import Api, Processes, aio, backends, background, bell_is_waiting, eventually, open_api
 from support.cluster import Cluster
 from support.proxy import Proxy
@@ -136,6 +136,34 @@ def test_a_post_in_sql_that_asks_for_no_announcement_says_whether_somebody_waits
     eventually(lambda: sql(ask) == [(False,)])
 
 
+def test_an_announcement_waits_for_a_connection_as_the_posts_do(
+    open_bus: OpenBus, sql: Sql, connect: Connect, announced: Callable[..., list[str]]
+) -> None:
+    """A process that posts more than its connections carry: the announcement stands in the queue behind its posts. It used
+    to be dropped after a second there, and the one after it rested for nine times that wait.
+    """
+    poster = open_bus(max_size=1, lock_timeout=0.5, application_name="poster")
+    for n in range(6):
+        poster.post(f"busy {n}", "b", sender="ci")
+    poster.post("events", "b", sender="ci")
+    ((channel_id,),) = sql("select id from doorbell.channel where name = 'events'")
+    waiting, holding = connect(autocommit=True), connect()
+    waiting.execute("select doorbell.arm(array[%s::bigint], '{}')", (channel_id,))
+    for _ in range(2):
+        holding.execute("select from doorbell.channel where name ~ '^busy' for no key update")
+        slow = [background(poster.post_many, "busy 0", ["b"], sender="ci")]
+        eventually(lambda: backends(sql, "application_name = 'poster' and wait_event_type = 'Lock'"))
+        # Each of these holds the connection for half a second; so does the first, until all of them stand in the queue.
+        post = background(poster.post_many, "events", ["b"], sender="ci")
+        slow += [background(poster.post_many, f"busy {n}", ["b"], sender="ci") for n in range(1, 6)]
+        assert [message.channel for message in post.result(20)] == ["events"]
+        assert announced() == [str(channel_id)]
+        for each in slow:
+            with pytest.raises(DoorbellError):
+                each.result(20)
+        holding.rollback()
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # The keys
 # ---------------------------------------------------------------------------------------------------------------------
@@ -163,6 +191,48 @@ def test_a_session_holds_sixteen_keys_or_one_for_all(
     eventually(lambda: held(sql) == [])
     poster.close()
     assert len(ear.heard()) == 1
+
+
+def test_the_key_for_all_is_held_until_those_in_its_place_are(api: Api, open_bus: OpenBus, sql: Sql, connect: Connect) -> None:
+    """Let go before, even for the moment in which a probe has one of the others, a post in between is announced to nobody."""
+    bus, poster = open_bus(), open_bus()
+    for n in range(17):
+        poster.subscribe(f"worker {n}", f"channel {n}")
+    bells = [api.Doorbell(bus, f"worker {n}", poll_interval=NEVER) for n in range(17)]
+    waits = [background(bell.wait, 60) for bell in bells]
+    eventually(lambda: held(sql) == [(WILDCARD, "ShareLock")])
+    probe = connect(autocommit=True)
+    probe.execute("select pg_advisory_lock(doorbell._key(82, id)) from doorbell.channel where name = 'channel 3'")
+    poster.post("channel 16", "b", sender="ci")
+    assert waits[16].result(10) is not None
+    there = [(CHANNEL, "ExclusiveLock"), *[(CHANNEL, "ShareLock")] * 15]
+    eventually(lambda: held(sql)[:16] == there)
+    assert held(sql) == [*there, (WILDCARD, "ShareLock")]
+    probe.close()
+    poster.post("channel 3", "b", sender="ci")
+    assert waits[3].result(10) is not None
+    poster.post("channel 4", "b", sender="ci")
+    assert waits[4].result(10) is not None
+    eventually(lambda: held(sql) == [(CHANNEL, "ShareLock")] * 14)
+
+
+def test_looks_for_others_do_not_use_up_the_early_polls(api: Api, open_bus: OpenBus, sql: Sql) -> None:
+    """What was posted before a bell armed, and commits after, is announced to nobody: the polls that follow soon find it."""
+    poster, waiter = open_bus(), open_bus()
+    for name in ("worker", "other"):
+        waiter.subscribe(name, name)
+    bells = [api.Doorbell(waiter, name, poll_interval=NEVER) for name in ("worker", "other")]
+    with poster.transaction() as conn:
+        poster.post("worker", "b", sender="ci", conn=conn)
+        waits = [background(bell.wait, 60) for bell in bells]
+        eventually(lambda: held(sql) == [(CHANNEL, "ShareLock")] * 2)
+        for _ in range(20):
+            before = waiter.listener.scanned
+            waiter.post("other", "b", sender="other")
+            eventually(lambda before=before: waiter.listener.scanned != before)
+    assert waits[0].result(20) is not None
+    bells[1].close()
+    assert waits[1].result(5) is None
 
 
 def test_keys_go_when_wait_returns(api: Api, open_bus: OpenBus, sql: Sql) -> None:

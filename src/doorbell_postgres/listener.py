@@ -81,7 +81,7 @@ class Listener:
         self._failures = 0
         self._tokens: dict[int, bool] = {}  # and whether the connection holds them
         self._distrusted = False
-        self._let_go = 0.0
+        self._let_go: float | None = None  # when this thread comes to let keys go
         self._status = Status(time.monotonic())
 
     @property
@@ -102,7 +102,7 @@ class Listener:
             yield mailbox
         finally:
             with self._lock:
-                sees_to_it = watch not in self._list and time.monotonic() < self._let_go
+                sees_to_it = watch not in self._list and self._let_go is not None
                 self._list.remove(watch)
                 self._fresh.discard(watch)
                 self._mailboxes.pop(watch, None)
@@ -321,7 +321,7 @@ class Listener:
                     return
             due = self._next_due()
             until = due if due is not None else (unwanted_since or now) + watch.LINGER
-            if now < self._let_go:
+            if self._let_go is not None:
                 until = min(until, self._let_go)
             if self._tokens and not wire.is_pooled(connection):
                 until = min(until, connection.keep_at)
@@ -351,22 +351,33 @@ class Listener:
     def _arm(self, connection: Wire) -> None:
         """Hold the keys of the channels that are waited on, so that their posts are announced; let the others go.
 
-        Before the scan: a post whose probe came too early for the key is found by the scan or by an early poll.
+        Before the scan: a post whose probe came too early for the key is found by the scan or by an early poll. Where keys
+        take the place of others, as the wildcard does for many, both are held for a moment: a probe asks for one after the
+        other, and must not find either gone.
         """
+        let_go, self._let_go = self._let_go, None
         if self.state.kind != "listening":
             return
         with self._lock:
             wanted = watch.keys_for(self._list.channel_ids())
+        drop = connection.armed - wanted
         for _ in range(watch.TRIES):
-            take, drop = wanted - connection.armed, connection.armed - wanted
-            if not take and (not drop or time.monotonic() < self._let_go):
-                return
-            refused = self._execute(connection, calls.arm(sorted(take), sorted(drop)))
-            connection.armed = wanted - set(refused)
-            if not refused:
-                return
+            take = wanted - connection.armed
+            if not take:
+                break
+            connection.armed |= take.difference(self._execute(connection, calls.arm(sorted(take), [])))
+            if drop:
+                let_go = time.monotonic() + watch.LET_GO
+            if wanted <= connection.armed:
+                break
             time.sleep(watch.TRY_AGAIN)
-        # Not armed, then: these bells poll, and the next round tries again.
+        else:
+            return  # not armed: these bells poll, and the next round tries again
+        if drop and let_go is not None and time.monotonic() < let_go:
+            self._let_go = let_go
+        elif drop:
+            self._execute(connection, calls.arm([], sorted(drop)))
+            connection.armed -= drop
 
     def _hear(self, connection: Wire) -> None:
         connection.pgconn.consume_input()

@@ -2,7 +2,7 @@
 
 A notification inside the post's own transaction would hold a cluster-wide lock through its flush, so posts hand the
 channel over and this thread announces it: the first at once, those that follow gathered for a moment. It is an
-optimisation. What it drops, because the database is away or the process dies, the poll finds.
+optimisation. What it drops, because the server is lost or the process dies, the poll finds.
 """
 
 from __future__ import annotations
@@ -12,21 +12,26 @@ import threading
 import time
 from collections.abc import Callable
 
-from doorbell_postgres.watch import GATHER, SHARE
+from doorbell_postgres.watch import GATHER, rest_after
 
 log = logging.getLogger("doorbell_postgres")
 
 
 class Notifier:
-    """Announces channels through `send`, which may raise: then those announcements are dropped."""
+    """Announces channels through `send`: it calls what it is given for the channels, once it has a connection.
 
-    def __init__(self, send: Callable[[list[int]], None]) -> None:
+    It waits for one behind the posts of its own process. What is posted meanwhile goes with it, and where none comes it
+    tries again. When `send` fails with channels in its hand, these are dropped.
+    """
+
+    def __init__(self, send: Callable[[Callable[[], list[int]]], None]) -> None:
         self._send = send
         self._changed = threading.Condition()
         self._pending: set[int] = set()
         self._thread: threading.Thread | None = None
         self._closing = False
         self._rests_until = 0.0
+        self._began: float | None = None
 
     def is_free(self) -> bool:
         """Whether a post may announce itself, in its own call: the first of a moment may, those that follow are gathered."""
@@ -62,11 +67,17 @@ class Notifier:
                 self._changed.wait_for(lambda: self._closing, self._rests_until - time.monotonic())
                 if not self._pending:
                     return
-                taken, self._pending = sorted(self._pending), set()
-            began = time.monotonic()
+            self._began = None
             try:
-                self._send(taken)
+                self._send(self._take)
             except Exception as exc:
-                log.debug("announcement dropped (%s); bells find the posts by polling", type(exc).__name__)
-            now = time.monotonic()
-            self._rests_until = now + max(GATHER, (now - began) * (1 / SHARE - 1))
+                if self._began is None and self._closing:
+                    return
+                log.debug("announcing failed (%s); bells find the posts by polling", type(exc).__name__)
+            self._rests_until = rest_after(self._began, time.monotonic())
+
+    def _take(self) -> list[int]:
+        with self._changed:
+            taken, self._pending = sorted(self._pending), set()
+        self._began = time.monotonic()
+        return taken

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -316,9 +316,9 @@ class Store:
         wire.check_hello(hello)
 
 
-def _announce(pool: Pool, channel_ids: list[int]) -> None:
-    with pool.connection(timeout=1.0) as connection:
-        call = calls.announce(channel_ids)
+def _announce(pool: Pool, take: Callable[[], list[int]]) -> None:
+    with pool.connection(timeout=wire.POOL_PATIENCE) as connection:
+        call = calls.announce(take())
         connection.send(call.sql, call.params)
 
 

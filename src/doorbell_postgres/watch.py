@@ -56,6 +56,8 @@ BEAT = 5.0
 SERVED = 1.0
 # At most this share of its time is spent on announcing, so that a slow server is not asked more than it can do.
 SHARE = 0.1
+# Where no connection came for an announcement, the next one is asked for after this time.
+NO_CONNECTION = 0.1
 # A connection that flaps is reported once in this time, with its return.
 QUIET = 10.0
 
@@ -156,8 +158,8 @@ class Watch:
         return "backlog" if seq <= position.head_at_start else "post"
 
 
-# After joining a watch is looked at again this soon, then at twice the distance each time up to its poll_interval: a post
-# that committed while the bell was arming has been announced to nobody.
+# After joining a watch is looked at again this soon, then each time when as much time has passed again, up to its
+# poll_interval: a post that committed while the bell was arming has been announced to nobody.
 EARLY = 0.010
 
 
@@ -166,7 +168,7 @@ class Watchlist:
 
     def __init__(self) -> None:
         self._due: dict[Watch, float] = {}
-        self._step: dict[Watch, float] = {}
+        self._joined: dict[Watch, float] = {}
         self._by_channel: defaultdict[int, set[Watch]] = defaultdict(set)
         self._expecting = False
 
@@ -178,7 +180,7 @@ class Watchlist:
 
     def add(self, watch: Watch, now: float) -> None:
         self._due[watch] = now
-        self._step[watch] = min(EARLY, watch.poll_interval)
+        self._joined[watch] = now
         self._expecting = True
         for channel_id in watch.channel_ids:
             self._by_channel[channel_id].add(watch)
@@ -189,7 +191,7 @@ class Watchlist:
             self._by_channel[channel_id].discard(watch)
             if not self._by_channel[channel_id]:
                 del self._by_channel[channel_id]
-        self._step.pop(watch, None)
+        self._joined.pop(watch, None)
         return self._due.pop(watch, None) is not None
 
     def channel_ids(self) -> list[int]:
@@ -226,17 +228,19 @@ class Watchlist:
         if not any(due <= now for due in self._due.values()):
             return [], False
         expecting, self._expecting = self._expecting, False
-        taken = [watch for watch, due in self._due.items() if due <= now + self._step[watch] / 2]
-        for watch in taken:
-            self._due[watch] = now + self._step[watch]
-            self._step[watch] = min(watch.poll_interval, 2 * self._step[watch])
+        taken = []
+        for watch, due in self._due.items():
+            interval = min(watch.poll_interval, max(EARLY, now - self._joined[watch]))
+            if due <= now + interval / 2:
+                self._due[watch] = now + interval
+                taken.append(watch)
         return taken, expecting
 
     def clear(self) -> list[Watch]:
         """Remove and return all of them."""
         watches = list(self._due)
         self._due.clear()
-        self._step.clear()
+        self._joined.clear()
         self._by_channel.clear()
         return watches
 
@@ -287,6 +291,14 @@ def keys_for(channel_ids: Iterable[int]) -> set[int]:
 def patience_after(took: float) -> float:
     """How long to wait for the next answer when the last one took `took` seconds: a far server is not a dead one."""
     return min(MOST_PATIENCE, max(PATIENCE, 2 * took))
+
+
+def rest_after(began: float | None, now: float) -> float:
+    """Until when not to announce again, after an announcement that began then; None: there was no connection to send it on.
+
+    Waiting for a connection does not count: what keeps the connections busy need not be the server.
+    """
+    return now + (NO_CONNECTION if began is None else max(GATHER, (now - began) * (1 / SHARE - 1)))
 
 
 def keep_again(refusals: int | None) -> float:

@@ -110,7 +110,7 @@ class Listener:
         self._patience = watch.PATIENCE
         self._tokens: dict[int, bool] = {}  # and whether the connection holds them
         self._distrusted = False
-        self._left = 0.0
+        self._let_go = 0.0
         self._status = Status(self._loop.time())
 
     @property
@@ -120,20 +120,20 @@ class Listener:
     # -- for bells ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def watching(self, watch: Watch) -> Iterator[Mailbox]:
+    def watching(self, each: Watch) -> Iterator[Mailbox]:
         """Register the watch while the block runs. The first thing in the mailbox is the outcome of a scan made after that.
 
         A watch with an outcome in its mailbox is not looked at again until `again`.
         """
         mailbox: Mailbox = asyncio.Queue()
-        self.again(watch, mailbox)
+        self.again(each, mailbox)
         try:
             yield mailbox
         finally:
-            self._list.remove(watch)
-            self._fresh.discard(watch)
-            self._mailboxes.pop(watch, None)
-            self._left = self._loop.time()
+            self._list.remove(each)
+            self._fresh.discard(each)
+            self._mailboxes.pop(each, None)
+            self._let_go = self._loop.time() + watch.LET_GO
             self._nudged.set()
 
     def again(self, watch: Watch, mailbox: Mailbox) -> None:
@@ -346,25 +346,32 @@ class Listener:
         return held
 
     async def _arm(self, connection: Wire) -> float:
-        """Hold the keys of the channels that are waited on, so that their posts are announced; let the others go.
+        """Hold the keys of the channels that are waited on, and let the others go; see the sync listener.
 
-        Before the scan: a post whose probe came too early for the key is found by the scan or by an early poll. Returns
-        when to come again, because of keys that are let go a moment after their last wait.
+        Returns when to come again, because of keys that are let go a moment after their last wait.
         """
         if self.state.kind != "listening":
             return self._loop.time() + watch.LONGEST
         wanted = watch.keys_for(self._list.channel_ids())
-        let_go = self._left + watch.LET_GO
+        drop = connection.armed - wanted
         for _ in range(watch.TRIES):
-            take, drop = wanted - connection.armed, connection.armed - wanted
-            if not take and (not drop or self._loop.time() < let_go):
-                return let_go if drop else self._loop.time() + watch.LONGEST
-            refused = await self._execute(connection, calls.arm(sorted(take), sorted(drop)))
-            connection.armed = wanted - set(refused)
-            if not refused:
+            take = wanted - connection.armed
+            if not take:
+                break
+            connection.armed |= take.difference(await self._execute(connection, calls.arm(sorted(take), [])))
+            if drop:
+                self._let_go = self._loop.time() + watch.LET_GO
+            if wanted <= connection.armed:
                 break
             await asyncio.sleep(watch.TRY_AGAIN)
-        # Not armed, then: these bells poll, and the next round tries again.
+        else:
+            # Not armed, then: these bells poll, and the next round tries again.
+            return self._loop.time() + watch.LONGEST
+        if drop and self._loop.time() < self._let_go:
+            return self._let_go
+        if drop:
+            await self._execute(connection, calls.arm([], sorted(drop)))
+            connection.armed -= drop
         return self._loop.time() + watch.LONGEST
 
     def _hear(self, connection: Wire) -> None:

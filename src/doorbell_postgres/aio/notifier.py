@@ -11,20 +11,22 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
-from doorbell_postgres.watch import GATHER, SHARE
+from doorbell_postgres.watch import GATHER, rest_after
 
 log = logging.getLogger("doorbell_postgres")
 
 
 class Notifier:
-    """Announces channels through `send`, which may raise: then those announcements are dropped."""
+    """Announces channels through `send`, which calls what it is given for the channels; see the sync notifier."""
 
-    def __init__(self, send: Callable[[list[int]], Awaitable[None]]) -> None:
+    def __init__(self, send: Callable[[Callable[[], list[int]]], Awaitable[None]]) -> None:
         self._send = send
         self._pending: set[int] = set()
+        self._taken: set[int] = set()
         self._task: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._rests_until = 0.0
+        self._began: float | None = None
 
     def is_free(self) -> bool:
         """Whether a post may announce itself, in its own call."""
@@ -50,26 +52,32 @@ class Notifier:
 
     async def _run(self) -> None:
         while self._pending:
-            taken: set[int] = set()
+            self._began = None
             try:
                 if (rest := self._rests_until - time.monotonic()) > 0:
                     with suppress(TimeoutError):
                         async with asyncio.timeout(rest):
                             await self._closing.wait()
-                taken, self._pending = self._pending, set()
-                began = time.monotonic()
-                await self._send(sorted(taken))
+                await self._send(self._take)
             except asyncio.CancelledError:
-                await self._last_words(taken)
+                await self._last_words()
                 raise
             except Exception as exc:
-                log.debug("announcement dropped (%s); bells find the posts by polling", type(exc).__name__)
-            now = time.monotonic()
-            self._rests_until = now + max(GATHER, (now - began) * (1 / SHARE - 1))
+                if self._began is None and self._closing.is_set():
+                    return
+                log.debug("announcing failed (%s); bells find the posts by polling", type(exc).__name__)
+            self._taken.clear()
+            self._rests_until = rest_after(self._began, time.monotonic())
 
-    async def _last_words(self, taken: set[int]) -> None:
+    def _take(self) -> list[int]:
+        self._taken, self._pending = self._pending, set()
+        self._began = time.monotonic()
+        return sorted(self._taken)
+
+    async def _last_words(self) -> None:
         """The loop ends and nobody has closed the bus: a script that posts last has announced it all the same."""
         if not self._closing.is_set():
+            self._pending |= self._taken
             with suppress(Exception):
                 async with asyncio.timeout(0.5):
-                    await self._send(sorted(self._pending.union(taken)))
+                    await self._send(self._take)

@@ -8,7 +8,7 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import cached_property
 from typing import Any, TypeVar
@@ -207,9 +207,9 @@ class Link:
         task.add_done_callback(self._moving.discard)
         return task
 
-    async def _announce(self, channel_ids: list[int]) -> None:
-        async with self.connection(timeout=1.0) as connection:
-            await _send(connection, calls.announce(channel_ids))
+    async def _announce(self, take: Callable[[], list[int]]) -> None:
+        async with self.connection(timeout=wire.POOL_PATIENCE) as connection:
+            await _send(connection, calls.announce(take()))
 
     async def close(self) -> None:
         """Announce what is pending, end every wait, let the connections go: within 2.5 s."""
