@@ -18,9 +18,7 @@
 -- flag 1 says that a bell may wait for the announcement, 2 that the flush was shared.
 create function doorbell._answer(channel_id bigint, seq bigint, created_at timestamptz, flags integer) returns bigint[]
 language sql stable
-as $$
-  select array[channel_id, seq, (date_part('epoch', created_at) * 1e6)::bigint, flags]
-$$;
+return array[channel_id, seq, (date_part('epoch', created_at) * 1e6)::bigint, flags];
 
 -- Whether the channel has a message with this key. Each call sees what has been committed when it is made.
 create function doorbell._knows(channel text, idempotency_key text) returns boolean
@@ -48,7 +46,7 @@ create function doorbell.try_post(
   idempotency_key text default null,
   headers jsonb default '{}'
 ) returns bigint[]
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+language plpgsql volatile security definer
 as $$
 declare
   v_id bigint;
@@ -63,10 +61,10 @@ begin
 
   select c.id into v_id
     from doorbell.channel as c
-    where c.name = channel and pg_try_advisory_xact_lock(doorbell._key(85, c.id))
+    where c.name operator(pg_catalog.=) channel and pg_catalog.pg_try_advisory_xact_lock(doorbell._key(85, c.id))
     for no key update skip locked;
   if not found then
-    return (select array[]::bigint[] from doorbell.channel as c where c.name = channel);
+    return (select array[]::bigint[] from doorbell.channel as c where c.name operator(pg_catalog.=) channel);
   end if;
   -- Under the lock, in new statements and so with new snapshots.
   if idempotency_key is not null and doorbell._knows(channel, idempotency_key) then
@@ -74,12 +72,19 @@ begin
   end if;
   insert into doorbell.message as m (channel_id, seq, sender, body, headers, idempotency_key, created_at)
     -- As doorbell._head, whose call costs half as much again as its probe.
-    values (v_id, coalesce((select h.seq from doorbell.message as h where h.channel_id = v_id order by h.seq desc limit 1), 0) + 1,
-            try_post.sender, try_post.body, try_post.headers, try_post.idempotency_key, clock_timestamp())
+    values (v_id,
+            doorbell._after(coalesce(
+              (select h.seq from doorbell.message as h where h.channel_id operator(pg_catalog.=) v_id order by h.seq desc limit 1), 0)),
+            try_post.sender, try_post.body, try_post.headers, try_post.idempotency_key, pg_catalog.clock_timestamp())
     returning doorbell._answer(m.channel_id, m.seq, m.created_at, doorbell._armed(m.channel_id)::integer) into v_answer;
   return v_answer;
 end
 $$;
+
+-- So many milliseconds from now.
+create function doorbell._in_ms(ms integer) returns timestamptz
+language sql volatile
+return clock_timestamp() + ms * interval '1 ms';
 
 -- Leaves one message for whoever is posting to the channel: it waits for its number for at most so many milliseconds.
 --
@@ -94,24 +99,25 @@ create function doorbell.stage(
   headers jsonb default '{}',
   for_ms integer default 5000
 ) returns bigint[]
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+language plpgsql volatile security definer
 as $$
 declare
   v_answer bigint[];
 begin
   -- A larger body is worth a flush of its own.
-  if not doorbell._is_plain(channel, body, sender, idempotency_key, headers, 65536) or for_ms < 0 then
+  if not doorbell._is_plain(channel, body, sender, idempotency_key, headers, 65536) or for_ms operator(pg_catalog.<) 0 then
     perform doorbell._check_post(channel, body, sender, idempotency_key, headers);
-    perform doorbell._refuse(case when for_ms < 0 then format('the lock timeout is %s ms', for_ms) end);
-    if doorbell._knows(channel, idempotency_key) or octet_length(body) > 65536 then
+    perform doorbell._refuse(
+      case when for_ms operator(pg_catalog.<) 0 then pg_catalog.format('the lock timeout is %s ms', for_ms) end);
+    if doorbell._knows(channel, idempotency_key) or pg_catalog.octet_length(body) operator(pg_catalog.>) 65536 then
       return null;
     end if;
   end if;
   insert into doorbell.staged as s (channel_id, expires_at, sender, body, headers, idempotency_key)
-    select c.id, clock_timestamp() + coalesce(for_ms, 5000) * interval '1 ms', stage.sender, stage.body, stage.headers,
+    select c.id, doorbell._in_ms(coalesce(for_ms, 5000)), stage.sender, stage.body, stage.headers,
            stage.idempotency_key
     from doorbell.channel as c
-    where c.name = channel
+    where c.name operator(pg_catalog.=) channel
     returning array[s.channel_id, s.ticket] into v_answer;
   return v_answer;
 end
@@ -203,31 +209,61 @@ create function doorbell.collect(
   out failure_message text,
   out failure_hint text
 )
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer set lock_timeout = '5s'
 as $$
 declare
-  v_locked text; -- assigning is cheaper than PERFORM, which would be a query
-  v_found boolean;
-  v_reach integer;
+  v_locked pg_catalog.text; -- assigning is cheaper than PERFORM, which would be a query
 begin
-  if current_setting('transaction_isolation') <> 'read committed' then -- asked here too: a PERFORM would be a query
+  if pg_catalog.current_setting('transaction_isolation') operator(pg_catalog.<>) 'read committed' then
     perform doorbell._refuse_isolation();
   end if;
-  if lock_timeout_ms is distinct from 5000 then
-    perform set_config('lock_timeout', lock_timeout_ms::text, true);
+  if lock_timeout_ms operator(pg_catalog.=) 5000 is not true then
+    perform pg_catalog.set_config('lock_timeout', lock_timeout_ms::pg_catalog.text, true);
   end if;
   begin
-    v_locked := pg_advisory_xact_lock(doorbell._key(85, channel_id))::text;
+    v_locked := pg_catalog.pg_advisory_xact_lock(doorbell._key(85, channel_id))::pg_catalog.text;
   exception when query_canceled or others then
     failure := sqlstate;
-    failure_message := sqlerrm || '.';
+    failure_message := sqlerrm;
   end;
 
   delete from doorbell.staged as s
-    where s.channel_id = collect.channel_id and s.ticket = collect.ticket and s.backend = pg_backend_pid() and s.seq is not null
-    returning true, case when s.flags is not null then doorbell._answer(s.channel_id, s.seq, s.created_at, s.flags) end
-    into v_found, answer;
-  if not found and failure is null then
+    where s.channel_id operator(pg_catalog.=) collect.channel_id
+      and s.ticket operator(pg_catalog.=) collect.ticket
+      and s.backend operator(pg_catalog.=) pg_catalog.pg_backend_pid()
+      and s.seq is not null
+    returning case when s.flags is not null then doorbell._answer(s.channel_id, s.seq, s.created_at, s.flags) end into answer;
+  if found then
+    failure := null;
+    failure_message := null;
+  else
+    select g.answer, g.failure, g.failure_message, g.failure_hint into answer, failure, failure_message, failure_hint
+      from doorbell._number_or_give_up(channel_id, ticket, failure, failure_message) as g;
+  end if;
+end
+$$;
+
+-- What collect does with a post that has no number yet. locked_out says why it has no lock: then the post is given up. The
+-- rest as in collect.
+create function doorbell._number_or_give_up(
+  channel_id bigint,
+  ticket bigint,
+  locked_out text,
+  locked_out_message text,
+  out answer bigint[],
+  out failure text,
+  out failure_message text,
+  out failure_hint text
+)
+language plpgsql volatile set search_path = pg_catalog, pg_temp
+as $$
+declare
+  v_found boolean;
+  v_reach integer;
+begin
+  failure := locked_out;
+  failure_message := locked_out_message || '.';
+  if failure is null then
     -- Should another one's be what cannot be written, it fails alone.
     foreach v_reach in array array[256, 0] loop
       begin
@@ -243,24 +279,22 @@ begin
   end if;
 
   -- Its own answer is taken, or the post is given up: whoever is numbering it just now is waited for.
-  if v_found is null then
-    begin
-      delete from doorbell.staged as s
-        where s.channel_id = collect.channel_id and s.ticket = collect.ticket and s.backend = pg_backend_pid()
-        returning s.seq is not null, case when s.flags is not null then doorbell._answer(s.channel_id, s.seq, s.created_at, s.flags) end
-        into v_found, answer;
-      if not found then
-        failure := 'RB008';
-        failure_message := 'the staged post is gone.';
-      elsif not v_found and failure is null then
-        failure := '55P03'; -- somebody else held the row
-        failure_message := 'the staged post was locked.';
-      end if;
-    exception when query_canceled or others then
+  begin
+    delete from doorbell.staged as s
+      where s.channel_id = _number_or_give_up.channel_id and s.ticket = _number_or_give_up.ticket and s.backend = pg_backend_pid()
+      returning s.seq is not null, case when s.flags is not null then doorbell._answer(s.channel_id, s.seq, s.created_at, s.flags) end
+      into v_found, answer;
+    if not found then
       failure := 'RB008';
-      failure_message := 'the commit that may have numbered the post has not ended.';
-    end;
-  end if;
+      failure_message := 'the staged post is gone.';
+    elsif not v_found and failure is null then
+      failure := '55P03'; -- somebody else held the row
+      failure_message := 'the staged post was locked.';
+    end if;
+  exception when query_canceled or others then
+    failure := 'RB008';
+    failure_message := 'the commit that may have numbered the post has not ended.';
+  end;
   if v_found then
     failure := null;
   elsif failure = 'RB008' then
@@ -293,7 +327,7 @@ create procedure doorbell.post_combined(
 language plpgsql
 as $$
 declare
-  p record;
+  p pg_catalog.record;
   told pg_catalog.text;
 begin
   if busy then

@@ -7,8 +7,10 @@
 -- Locks.    In this order, inside every function: channel row (for no key update), then cursor row. Nobody locks two
 --           channels in one call. Several calls in one transaction lock in the order of the calls: go by channel name.
 -- Waiting.  Functions that lock wait at most 5 s (55P03), so that one long transaction cannot stall the others forever.
--- Rights.   Every function runs as the owner of the schema with a pinned search_path; PUBLIC may execute none of them.
---           Names that begin with an underscore are private: no role is ever granted those.
+-- Rights.   Every function runs as the owner of the schema; PUBLIC may execute none of them. Names that begin with an
+--           underscore are private: no role is ever granted those.
+-- Names.    A function pins its search_path, or is bound to what it names when it is made (return). A pin is paid for in
+--           every call, so what every post, ack and poll calls writes all names in full instead, operators too.
 -- Errors.   RB001 bad input, RB002 unknown channel, RB003 not subscribed, RB004 ack beyond head, RB005 the log rewound,
 --           RB006 retention was forced past the cursor (operations.sql), RB008 the outcome is not known (combining.sql).
 --           Each comes with what was expected and what to do.
@@ -17,8 +19,7 @@
 
 
 -- ---------------------------------------------------------------------------------------------------------------------
--- Private: refusing, locking, announcing. _lock_channel, _head, _key, _armed and _is_plain pin no search_path, since each pin
--- is paid for in every post and keeps SQL from being inlined: nobody but functions that have pinned theirs can call them.
+-- Private: refusing, locking, announcing. _lock_channel and _head leave the pin to the functions that call them.
 -- ---------------------------------------------------------------------------------------------------------------------
 
 -- The first thing that is wrong with a name, or null. Names are 1 to most bytes of UTF-8.
@@ -139,16 +140,12 @@ $$;
 -- 0x55 a channel's queue lock (combining.sql).
 create function doorbell._key(class integer, id bigint) returns bigint
 language sql immutable
-as $$
-  select (class::bigint << 56) | id
-$$;
+return (class::bigint << 56) | id;
 
 -- The key that a bell holds, shared, while it waits on the channel; channel 0 is the wildcard.
 create function doorbell._bell_key(channel_id bigint) returns bigint
-language sql immutable set search_path = pg_catalog, pg_temp
-as $$
-  select case when channel_id = 0 then doorbell._key(83, 0) else doorbell._key(82, channel_id) end
-$$;
+language sql immutable
+return case when channel_id = 0 then doorbell._key(83, 0) else doorbell._key(82, channel_id) end;
 
 -- Whether somebody waits for this channel's posts. Each probe locks and unlocks in one expression: in two statements, a
 -- cancel in between would leak the lock. Nothing stays held, so arming never waits for a poster.
@@ -156,11 +153,10 @@ $$;
 -- is asked twice, since a wrong answer costs a notification that nobody needs.
 create function doorbell._armed(channel_id bigint) returns boolean
 language sql volatile
-as $$
-  select case when pg_try_advisory_lock(doorbell._key(82, channel_id)) then not pg_advisory_unlock(doorbell._key(82, channel_id)) else true end
+return
+  case when pg_try_advisory_lock(doorbell._key(82, channel_id)) then not pg_advisory_unlock(doorbell._key(82, channel_id)) else true end
     or (case when pg_try_advisory_lock(doorbell._key(83, 0)) then not pg_advisory_unlock(doorbell._key(83, 0)) else true end
-        and case when pg_try_advisory_lock(doorbell._key(83, 0)) then not pg_advisory_unlock(doorbell._key(83, 0)) else true end)
-$$;
+        and case when pg_try_advisory_lock(doorbell._key(83, 0)) then not pg_advisory_unlock(doorbell._key(83, 0)) else true end);
 
 
 -- ---------------------------------------------------------------------------------------------------------------------
@@ -170,14 +166,13 @@ $$;
 -- Whether there is nothing to look into: most posts have neither key nor headers. Inlined, where a call would be a statement.
 create function doorbell._is_plain(channel text, body text, sender text, idempotency_key text, headers jsonb, most integer) returns boolean
 language sql stable
-as $$
-  select (octet_length(channel) between 1 and 255
-          and octet_length(sender) between 1 and 255
-          and idempotency_key is null
-          and octet_length(body) <= most
-          and headers = '{}'
-          and current_setting('transaction_isolation') = 'read committed') is true
-$$;
+return
+  (octet_length(channel) between 1 and 255
+   and octet_length(sender) between 1 and 255
+   and idempotency_key is null
+   and octet_length(body) <= most
+   and headers = '{}'
+   and current_setting('transaction_isolation') = 'read committed') is true;
 
 -- Raises RB001 with what is wrong with a post, and returns where nothing is.
 create function doorbell._check_post(channel text, body text, sender text, idempotency_key text, headers jsonb) returns void
@@ -392,15 +387,15 @@ $$;
 -- It asks again whether somebody waits: of 1,000 posts beside each other one had met another's probe of the wildcard, whose
 -- session was put aside just then, and a notification that nobody needs wakes every listening session of the database.
 create function doorbell.announce(channel_ids bigint[]) returns void
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+language plpgsql volatile security definer
 as $$
 declare
   v_id bigint;
-  v_told text; -- assigning is cheaper than PERFORM, which would be a query
+  v_told pg_catalog.text; -- assigning is cheaper than PERFORM, which would be a query
 begin
   foreach v_id in array coalesce(channel_ids, '{}') loop
-    if doorbell._armed(v_id) and pg_notification_queue_usage() < 0.9 then
-      v_told := pg_notify('doorbell', v_id::text)::text;
+    if doorbell._armed(v_id) and pg_catalog.pg_notification_queue_usage() operator(pg_catalog.<) 0.9 then
+      v_told := pg_catalog.pg_notify('doorbell', v_id::pg_catalog.text)::pg_catalog.text;
     end if;
   end loop;
 end
@@ -479,7 +474,32 @@ $$;
 -- Errors, checked in this order: RB001, RB002 unknown channel, RB003 not subscribed, RB005 the log rewound, RB004 beyond head,
 --   RB006 messages were removed before the handle had acked them.
 create function doorbell.ack(handle text, channel text, up_to bigint, created_at timestamptz default null) returns bigint
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer set lock_timeout = '5s'
+as $$
+begin
+  -- The usual case in one statement: the cursor moves forward to a message that is there, is the one that was handled, and
+  -- has no gap before it. Scalar subqueries, so that no plan can join instead.
+  update doorbell.cursor as cu
+    set acked_seq = up_to, acked_at = pg_catalog.clock_timestamp()
+    where cu.channel_id operator(pg_catalog.=) (select c.id from doorbell.channel as c where c.name operator(pg_catalog.=) ack.channel)
+      and cu.handle operator(pg_catalog.=) ack.handle
+      and cu.acked_seq operator(pg_catalog.<) up_to
+      and (select ack.created_at is null or m.created_at operator(pg_catalog.=) ack.created_at
+           from doorbell.message as m
+           where m.channel_id operator(pg_catalog.=) cu.channel_id and m.seq operator(pg_catalog.=) up_to)
+      and (select p.up_to operator(pg_catalog.<=) cu.acked_seq
+           from doorbell.pruned as p
+           where p.channel_id operator(pg_catalog.=) cu.channel_id) is not false;
+  if found then
+    return up_to;
+  end if;
+  return doorbell._ack(handle, channel, up_to, created_at);
+end
+$$;
+
+-- What ack does where its usual case is not given: says what is wrong, or acks all the same.
+create function doorbell._ack(handle text, channel text, up_to bigint, created_at timestamptz) returns bigint
+language plpgsql volatile set search_path = pg_catalog, pg_temp
 as $$
 declare
   v_id bigint;
@@ -487,44 +507,29 @@ declare
   v_acked bigint;
   v_head bigint;
 begin
-  if (octet_length(handle) between 1 and 255 and octet_length(channel) between 1 and 255 and up_to >= 0) is not true then
-    perform doorbell._refuse(
-      doorbell._name_fault('handle', handle),
-      doorbell._name_fault('channel', channel),
-      case when up_to is null then 'up_to is null' when up_to < 0 then format('up_to is %s; it is 0 or more', up_to) end);
-  end if;
-  -- The usual case in one statement: the cursor moves forward to a message that is there, is the one that was handled, and
-  -- has no gap before it. Everything else is told apart below. Scalar subqueries, so that no plan can join instead.
-  update doorbell.cursor as cu
-    set acked_seq = up_to, acked_at = clock_timestamp()
-    where cu.channel_id = (select c.id from doorbell.channel as c where c.name = ack.channel) and cu.handle = ack.handle
-      and cu.acked_seq < up_to
-      and (select ack.created_at is null or m.created_at = ack.created_at
-           from doorbell.message as m
-           where m.channel_id = cu.channel_id and m.seq = up_to)
-      and (select p.up_to from doorbell.pruned as p where p.channel_id = cu.channel_id) > cu.acked_seq is not true;
-  if found then
-    return up_to;
-  end if;
+  perform doorbell._refuse(
+    doorbell._name_fault('handle', handle),
+    doorbell._name_fault('channel', channel),
+    case when up_to is null then 'up_to is null' when up_to < 0 then format('up_to is %s; it is 0 or more', up_to) end);
 
   -- Before the cursor: prune passes no cursor unforced, so what it had removed by now is behind a cursor that is read later.
   select c.id, p.up_to into v_id, v_gone
     from doorbell.channel as c
     left join doorbell.pruned as p on p.channel_id = c.id
-    where c.name = ack.channel;
+    where c.name = _ack.channel;
   if not found then
     perform doorbell._refuse_channel(channel);
   end if;
-  select cu.acked_seq into v_acked from doorbell.cursor as cu where cu.channel_id = v_id and cu.handle = ack.handle;
+  select cu.acked_seq into v_acked from doorbell.cursor as cu where cu.channel_id = v_id and cu.handle = _ack.handle;
   if not found then
     perform doorbell._refuse_handle(handle, channel);
   end if;
 
   v_head := doorbell._head(v_id);
-  if ack.created_at is not null and (
+  if _ack.created_at is not null and (
     up_to > v_head
     or exists (select from doorbell.message as m
-               where m.channel_id = v_id and m.seq = up_to and m.created_at <> ack.created_at))
+               where m.channel_id = v_id and m.seq = up_to and m.created_at <> _ack.created_at))
   then
     raise exception using
       errcode = 'RB005',
@@ -548,7 +553,7 @@ begin
 
   update doorbell.cursor as cu
     set acked_seq = greatest(cu.acked_seq, up_to), acked_at = clock_timestamp()
-    where cu.channel_id = v_id and cu.handle = ack.handle
+    where cu.channel_id = v_id and cu.handle = _ack.handle
     returning cu.acked_seq into v_acked;
   if not found then
     perform doorbell._refuse_handle(handle, channel);
@@ -811,6 +816,16 @@ begin
 end
 $$;
 
+-- The number behind another; the greatest has none.
+create function doorbell._after(seq bigint) returns bigint
+language sql immutable
+return least(seq, 9223372036854775806) + 1;
+
+-- A message as glance gives it.
+create function doorbell._shown(seq bigint, sender text, body text, created_at timestamptz, preview_len integer) returns text[]
+language sql stable
+return array[seq::text, sender, left(body, preview_len), date_part('epoch', created_at)::text];
+
 -- What peek would say of one watch, where that is the usual: the very next message, of somebody else, in a log that is as it
 -- was. It is what a bell waits for while it rings, and peek takes twice as long.
 --
@@ -818,20 +833,24 @@ $$;
 create function doorbell.glance(
   handle text, channel_id bigint, floor bigint, floor_at double precision, preview_len integer, epoch uuid
 ) returns text[]
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+language plpgsql stable security definer set enable_seqscan = off
 as $$
 begin
   return (
-    select array[m.seq::text, m.sender, left(m.body, preview_len), date_part('epoch', m.created_at)::text]
+    select doorbell._shown(m.seq, m.sender, m.body, m.created_at, preview_len)
     from doorbell.message as m
-    where m.channel_id = glance.channel_id and m.seq = least(glance.floor, 9223372036854775806) + 1 and m.sender <> glance.handle
+    where m.channel_id operator(pg_catalog.=) glance.channel_id
+      and m.seq operator(pg_catalog.=) doorbell._after(glance.floor)
+      and m.sender operator(pg_catalog.<>) glance.handle
       and (glance.floor_at is null or exists (
         select from doorbell.message as f
-        where f.channel_id = glance.channel_id and f.seq = glance.floor and f.created_at = to_timestamp(glance.floor_at)))
+        where f.channel_id operator(pg_catalog.=) glance.channel_id
+          and f.seq operator(pg_catalog.=) glance.floor
+          and f.created_at operator(pg_catalog.=) pg_catalog.to_timestamp(glance.floor_at)))
       and not exists (
         select from doorbell.pruned as p
-        where p.channel_id = glance.channel_id and doorbell._is_behind(glance.handle, p.channel_id, p.up_to))
-      and (select e.epoch from doorbell.meta as e where e.only_row) = glance.epoch);
+        where p.channel_id operator(pg_catalog.=) glance.channel_id and doorbell._is_behind(glance.handle, p.channel_id, p.up_to))
+      and (select e.epoch from doorbell.meta as e where e.only_row) operator(pg_catalog.=) glance.epoch);
 end
 $$;
 
@@ -846,17 +865,19 @@ create function doorbell.has_news(
   floor_times double precision[],
   epochs uuid[] default null
 ) returns boolean
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+language plpgsql stable security definer set enable_seqscan = off
 as $$
 begin
-  for i in 1 .. coalesce(cardinality(channel_ids), 0) loop
+  for i in 1 .. coalesce(pg_catalog.cardinality(channel_ids), 0) loop
     if coalesce(
-         (select m.seq <> floors[i] or coalesce(m.created_at <> to_timestamp(floor_times[i]), false)
-          from doorbell.message as m where m.channel_id = channel_ids[i] order by m.seq desc limit 1),
-         floors[i] <> 0)
+         (select m.seq operator(pg_catalog.<>) floors[i]
+              or coalesce(m.created_at operator(pg_catalog.<>) pg_catalog.to_timestamp(floor_times[i]), false)
+          from doorbell.message as m where m.channel_id operator(pg_catalog.=) channel_ids[i] order by m.seq desc limit 1),
+         floors[i] operator(pg_catalog.<>) 0)
       or exists (select from doorbell.pruned as p
-                 where p.channel_id = channel_ids[i] and doorbell._is_behind(handles[i], p.channel_id, p.up_to))
-      or (select e.epoch from doorbell.meta as e where e.only_row) <> any (epochs)
+                 where p.channel_id operator(pg_catalog.=) channel_ids[i]
+                   and doorbell._is_behind(handles[i], p.channel_id, p.up_to))
+      or (select e.epoch from doorbell.meta as e where e.only_row) operator(pg_catalog.<>) any (epochs)
     then
       return true;
     end if;
@@ -883,13 +904,13 @@ $$;
 --   taken before others are let go.
 -- The keys go with the session. Behind a pooler in transaction mode this must not be called: the session is not one's own.
 create function doorbell.arm(take bigint[], release bigint[]) returns bigint[]
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+language plpgsql volatile security definer
 as $$
 declare
   v_refused constant bigint[] := array(
-    select t.id from unnest(take) as t (id) where not pg_try_advisory_lock_shared(doorbell._bell_key(t.id)));
+    select t.id from pg_catalog.unnest(take) as t (id) where not pg_catalog.pg_try_advisory_lock_shared(doorbell._bell_key(t.id)));
 begin
-  perform pg_advisory_unlock_shared(doorbell._bell_key(r.id)) from unnest(release) as r (id);
+  perform pg_catalog.pg_advisory_unlock_shared(doorbell._bell_key(r.id)) from pg_catalog.unnest(release) as r (id);
   return v_refused;
 end
 $$;

@@ -80,8 +80,10 @@ SIGNALS = {
 VIEWS = ("backlog", "channels", "turns", "health", "violations")
 # For operators and the owner: tests/test_roles.py and tests/test_prune.py.
 OPERATED = {"grant_role", "new_epoch", "prune", "prune_all", "prune_plan", "prune_turns", "revoke_role"}
-# In every post; only functions that pin theirs call them.
-UNPINNED = {"_answer", "_armed", "_head", "_is_plain", "_key", "_lock_channel"}
+# Only functions that pin theirs call them.
+UNPINNED = {"_head", "_lock_channel"}
+# In every post, ack or poll, where a pin would be a fortieth of the call: they write operators and functions in full.
+IN_FULL = {"ack", "announce", "arm", "collect", "glance", "has_news", "stage", "try_post"}
 COMBINING = {"collect", "post_combined", "stage", "try_post"}  # tests/test_combining.py
 CALLS = READERS | WRITERS | SIGNALS
 
@@ -197,12 +199,38 @@ def test_an_operator_role_reads_the_views_and_no_table(sql: Sql, role: str, conn
 
 
 def test_every_function_pins_its_search_path_and_public_ones_run_as_the_owner(sql: Sql) -> None:
-    for signature, name, kind, definer, _, config, _ in sql(FUNCTIONS):
+    for signature, name, kind, definer, _, config, source in sql(FUNCTIONS):
         if kind == "p":
             continue  # a procedure that commits can have neither
-        if name not in UNPINNED:
+        # Without a source: its names were bound when it was made.
+        if name not in UNPINNED | IN_FULL and source:
             assert "search_path=pg_catalog, pg_temp" in config, signature
         assert definer or name.startswith("_"), signature
+
+
+def test_what_pins_no_search_path_writes_every_name_in_full(sql: Sql) -> None:
+    """A bare operator, function, type or table there is looked up in the caller's search_path, with the owner's rights."""
+    assigned = r"\b(acked_seq|acked_at|errcode|message|hint) = "
+    syntax = {"and", "any", "array", "coalesce", "exists", "if", "not", "or", "return", "select", "then", "values", "where"}
+    types = {"bigint", "boolean", "integer"}
+    seen = set()
+    for signature, name, kind, _, _, _, source in sql(FUNCTIONS):
+        if name not in IN_FULL and kind != "p":
+            continue
+        seen.add(name)
+        code = re.sub(r"--[^\n]*|'[^']*'", "", source)
+        code = re.sub(rf"operator\(pg_catalog\.[^)]+\)|\b(?:into doorbell\.\w+ )?as \w+ \([\w, ]+\)|{assigned}|:=|=>", " ", code)
+        calls = {call for call in re.findall(r"(?<![\w.])([a-z_]\w*)\s*\(", code) if call not in syntax}
+        declared = re.findall(r"^ *\w+ (?:constant )?([\w.]+)(?:\[\])? *;", code.split("begin")[0], re.M)
+        bare = {
+            "operators": set(re.findall(r"[-+*/<>=~!@#%^&|`?]+", code)),
+            "operators by another name": set(re.findall(r"\b(between|distinct|in \(|like|nullif|overlaps|similar)\b", code)),
+            "functions": calls,
+            "types": {t for t in re.findall(r"::([\w.]+)", code) + declared if t not in types and t[:11] != "pg_catalog."},
+            "tables": set(re.findall(r"\b(?:from|join|(?<!key )update|insert into|delete from) ([a-z_]\w*)\b(?!\.)", code)),
+        }
+        assert not any(bare.values()), f"{signature}: {bare}"
+    assert seen > IN_FULL
 
 
 @pytest.mark.usefixtures("filled")
@@ -212,33 +240,55 @@ def test_look_alikes_and_a_hostile_search_path_change_nothing(sql: Sql, connect:
     hostile.execute("""
         create schema evil;
         create function evil.fail() returns boolean language plpgsql as $$ begin raise 'a look-alike ran'; end $$;
-        create function evil.clock_timestamp() returns timestamptz language sql
-          as $$ select '1970-01-01'::timestamptz where evil.fail() $$;
-        create function evil.now() returns timestamptz language sql
-          as $$ select '1970-01-01'::timestamptz where evil.fail() $$;
-        create function evil.octet_length(text) returns integer language sql
-          as $$ select 1 where evil.fail() $$;
-        create function evil.current_setting(text) returns text language sql
-          as $$ select 'read committed' where evil.fail() $$;
-        create function evil.set_config(text, text, boolean) returns text language sql
-          as $$ select '' where evil.fail() $$;
-        create function evil.pg_notify(text, text) returns void language sql
-          as $$ select evil.fail() $$;
         create function evil.format(text, variadic text[]) returns text language sql
           as $$ select '' where evil.fail() $$;
+        create function evil.cardinality(bigint[]) returns integer language sql
+          as $$ select 1 where evil.fail() $$;
         create function evil.cardinality(text[]) returns integer language sql
           as $$ select 1 where evil.fail() $$;
-        create function evil.quote_literal(text) returns text language sql
-          as $$ select '' where evil.fail() $$;
-        create function evil.same(text, text) returns boolean language sql
-          as $$ select evil.fail() $$;
-        create function evil.plus(bigint, integer) returns bigint language sql
+        create function evil.unnest(bigint[]) returns setof bigint language sql
           as $$ select 1::bigint where evil.fail() $$;
         create function evil.less(double precision, numeric) returns boolean language sql
           as $$ select evil.fail() $$;
-        create operator evil.= (leftarg = text, rightarg = text, function = evil.same);
         create operator evil.< (leftarg = double precision, rightarg = numeric, function = evil.less);
-        create operator evil.+ (leftarg = bigint, rightarg = integer, function = evil.plus);
+    """)
+    # And one for every function that is named in ours, and for every operator of the types that they handle.
+    hostile.execute(r"""
+        do $do$
+        declare
+          f record;
+          body constant text := 'language plpgsql as $$ begin raise ''a look-alike ran''; end $$';
+        begin
+          for f in
+            select p.proname, p.prorettype::regtype as result,
+                   (select string_agg(u.a::regtype::text, ', ' order by u.n)
+                    from unnest(p.proargtypes) with ordinality as u (a, n)) as args
+            from pg_proc as p
+            where p.pronamespace = 'pg_catalog'::regnamespace and p.prokind = 'f' and not p.proretset and p.provariadic = 0
+              and not exists (select from pg_type as t where t.oid = any (p.proargtypes) and t.typtype = 'p')
+              and (select t.typtype <> 'p' or t.typname = 'void' from pg_type as t where t.oid = p.prorettype)
+              and exists (
+                select from pg_proc as d
+                where d.pronamespace = 'doorbell'::regnamespace and d.prosrc ~ ('\y' || p.proname || '\s*\('))
+          loop
+            execute format('create function evil.%I(%s) returns %s %s', f.proname, f.args, f.result, body);
+          end loop;
+          for f in
+            select o.oid, o.oprname, o.oprleft::regtype as l, o.oprright::regtype as r, o.oprresult::regtype as result
+            from pg_operator as o
+            where o.oprnamespace = 'pg_catalog'::regnamespace
+              and array[o.oprleft, o.oprright] <@ array[
+                'text', 'bigint', 'integer', 'double precision', 'numeric', 'timestamptz', 'interval', 'boolean', 'jsonb', 'uuid'
+              ]::regtype[]::oid[]
+          loop
+            execute format('create function evil.operator_%s(%s, %s) returns %s %s', f.oid, f.l, f.r, f.result, body);
+            execute format(
+              'create operator evil.%s (leftarg = %s, rightarg = %s, function = evil.operator_%s)', f.oprname, f.l, f.r, f.oid);
+          end loop;
+        end
+        $do$
+    """)
+    hostile.execute("""
         create table evil.channel (id bigint, name text);
         create temporary table channel (id bigint, name text, created_at timestamptz);
         create temporary table message (channel_id bigint, seq bigint, sender text, body text);
@@ -252,7 +302,22 @@ def test_look_alikes_and_a_hostile_search_path_change_nothing(sql: Sql, connect:
     for name, call in sorted(CALLS.items()):
         if name != "unsubscribe":
             hostile.execute(call.encode())
-    hostile.execute("call doorbell.post_combined('combined', 'body', 'ci')")
+    refused = {
+        "stage('events', repeat('x', 70000), 'ci', for_ms => -1)",
+        "ack('nobody', 'events', 1)",
+        "ack('worker', 'events', -1)",
+        "ack('worker', 'events', 100)",
+    }
+    for call in refused:
+        with pytest.raises(psycopg.Error) as caught:
+            hostile.execute(f"select doorbell.{call}".encode())
+        assert str(caught.value.sqlstate).startswith("RB"), call
+    hostile.execute("select doorbell.post('combined', 'body', 'ci')")
+    for arguments in ("", ", busy => true", ", busy => true, lock_timeout_ms => 100", ", 'key'", ", 'other', busy => true"):
+        answer = hostile.execute(f"call doorbell.post_combined('combined', 'body', 'ci'{arguments})".encode()).fetchone()
+        assert answer is not None
+        assert answer[0] is not None, arguments
+    assert hostile.execute("select doorbell.collect(1, 1, 5000)").fetchone() is not None
     assert hostile.execute("select seq from doorbell.post('events', 'last', 'ci', lock_timeout_ms => 100)").fetchone() == (7,)
     assert sql("select seq, body from doorbell.unacked('worker')") == [
         (3, "three"),
@@ -272,7 +337,7 @@ def test_look_alikes_and_a_hostile_search_path_change_nothing(sql: Sql, connect:
 
 def test_no_function_opens_a_subtransaction_and_every_raise_is_complete(sql: Sql) -> None:
     for signature, _, kind, _, _, _, source in sql(FUNCTIONS):
-        if kind == "p" or signature.startswith("collect("):
+        if kind == "p" or signature.startswith(("collect(", "doorbell.collect(", "_number_or_give_up(", "doorbell._number_or")):
             continue  # never in a caller's transaction: a procedure that commits, and what it calls behind a commit
         code = re.sub(r"--[^\n]*|'[^']*'", "''", source).lower()
         assert not re.search(r"\bexception\s+when\b", code), signature

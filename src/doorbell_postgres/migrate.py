@@ -142,10 +142,13 @@ def declare(connection: Connection) -> None:
 
 def declaration() -> str:
     """Drop every function and view of the schema and create those of this package, grants included, as SQL."""
-    parts = [_DROP, *((directory() / name).read_text(encoding="utf-8") for name in DECLARED), _GRANT]
+    parts = [_PATH, _DROP, *((directory() / name).read_text(encoding="utf-8") for name in DECLARED), _GRANT]
     parts.append(f"update {SCHEMA}.meta set declares = '{declared_hash()}';\n")
     return "\n".join(parts)
 
+
+# Some functions have their names bound when they are made.
+_PATH = "set local search_path = pg_catalog, pg_temp;\n"
 
 # Each kind in one statement and without CASCADE: what an operator has built on a view stops the migration, and is not lost.
 _DROP = f"""\
