@@ -35,7 +35,7 @@ from benchmarks.harness import (
     within,
 )
 from benchmarks.posting import Poster
-from doorbell_postgres import Doorbell, MessageBus, calls, wire
+from doorbell_postgres import Doorbell, MessageBus, calls, watch, wire
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From the post to the ring
@@ -171,20 +171,21 @@ class Sessions:
         arm = calls.arm([floor.channel_id], [])
         assert arm.read(connection.execute(arm.sql, arm.params).fetchall()) == []
         question = calls.Question(handle, floor.channel_id, floor.seq, floor.created_at, floor.epoch)
-        poll = calls.has_news([question])
-        sql = psycopg.ClientCursor(connection).mogrify(poll.sql, poll.params)
-        connection.pgconn.prepare(b"poll", sql.encode())
+        for name, poll in ((b"poll", calls.heads_moved([question])), (b"whole", calls.peek([question], preview=watch.PREVIEW))):
+            connection.pgconn.prepare(name, psycopg.ClientCursor(connection).mogrify(poll.sql, poll.params).encode())
         return connection
 
     def _poll(self) -> None:
         due = clock()
+        polls = 0
         while not self._over.is_set():
+            polls += 1
             for session in list(self._sessions):
                 due = max(due + 0.5 / max(1, len(self._sessions)), clock() - 0.5)
                 time.sleep(max(0.0, due - clock()))
                 if session.closed:
                     continue
-                session.pgconn.exec_prepared(b"poll", [])
+                session.pgconn.exec_prepared(b"poll" if polls % (watch.WHOLE / 0.5) else b"whole", [])
                 while session.pgconn.notifies():
                     pass
             if not self._sessions:
@@ -243,21 +244,23 @@ def transactions(watcher: psycopg.Connection[Any], dbname: str) -> int:
 
 def server_cpu(postmaster: int) -> float | None:
     """Seconds of processor time that the server and all its processes have taken; None where there is no /proc."""
-    ticks = 0
+    seconds = 0.0
     try:
         hertz = os.sysconf("SC_CLK_TCK")
         for stat in Path("/proc").glob("[0-9]*/stat"):
             try:
                 fields = stat.read_text().rsplit(")", 1)[1].split()
+                if postmaster not in (int(fields[1]), int(stat.parent.name)):
+                    continue
+                # In ns. The times in stat are sampled, and a poll is over long before the next sample.
+                seconds += int(stat.with_name("schedstat").read_text().split()[0]) / 1e9
             except OSError:  # it has just ended, and its parent has the time
                 continue
-            if int(fields[1]) == postmaster:
-                ticks += int(fields[11]) + int(fields[12])
-            elif int(stat.parent.name) == postmaster:
-                ticks += sum(map(int, fields[11:15]))
+            if int(stat.parent.name) == postmaster:
+                seconds += sum(map(int, fields[13:15])) / hertz  # of those that have ended
     except (OSError, ValueError):
         return None
-    return ticks / hertz if ticks else None
+    return seconds or None
 
 
 def resident(pid: int) -> float | None:

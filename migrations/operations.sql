@@ -427,7 +427,7 @@ as $$
     ('finish_turn', true, false),
     ('glance', true, false),
     ('grant_role', false, false),
-    ('has_news', true, false),
+    ('heads_moved', true, false),
     ('head', true, true),
     ('hello', true, true),
     ('hold_session', true, false),

@@ -32,7 +32,7 @@ READERS = {
     "bell_floors": "select * from doorbell.bell_floors('worker')",
     "channel_names": "select * from doorbell.channel_names()",
     "glance": "select doorbell.glance('worker', 1, 1, null, 40, h.epoch) from doorbell.hello() as h",
-    "has_news": "select doorbell.has_news(array['worker'], array[1::bigint], array[0::bigint], array[null::float8])",
+    "heads_moved": "select doorbell.heads_moved(array[1::bigint], array[0::bigint])",
     "head": "select doorbell.head('events')",
     "hello": "select * from doorbell.hello()",
     "messages_after": "select * from doorbell.messages_after('events', 1)",
@@ -83,7 +83,7 @@ OPERATED = {"grant_role", "new_epoch", "prune", "prune_all", "prune_plan", "prun
 # Only functions that pin theirs call them.
 UNPINNED = {"_head", "_lock_channel"}
 # In every post, ack or poll, where a pin would be a fortieth of the call: they write operators and functions in full.
-IN_FULL = {"ack", "announce", "arm", "collect", "glance", "has_news", "stage", "try_post"}
+IN_FULL = {"ack", "announce", "arm", "collect", "glance", "heads_moved", "stage", "try_post"}
 COMBINING = {"collect", "post_combined", "stage", "try_post"}  # tests/test_combining.py
 CALLS = READERS | WRITERS | SIGNALS
 
@@ -697,8 +697,8 @@ def test_peek_skips_own_messages_and_sees_another_log(sql: Sql) -> None:
 
 
 @pytest.mark.usefixtures("filled")
-def test_has_news_and_glance_say_what_peek_says(sql: Sql) -> None:
-    """has_news whether it has a row; glance the row itself, or nothing."""
+def test_heads_moved_and_glance_say_what_peek_says(sql: Sql) -> None:
+    """heads_moved that it has a row, where that is because of the heads; glance the row itself, or nothing."""
     glanced = 0
     sql("select doorbell.subscribe('worker', 'quiet')")
     (events, _, _, _, head, epoch), (quiet, *_) = sql("select * from doorbell.bell_floors('worker') order by channel")
@@ -719,12 +719,9 @@ def test_has_news_and_glance_say_what_peek_says(sql: Sql) -> None:
             seq, sender, preview, at = glance
             assert [(1, int(seq), sender, preview, float(at))] == [(*row, float(at)) for *row, at in rows if row[0] == 1]
             glanced += 1
-        seconds = (
-            "array(select extract(epoch from t) from unnest(%s::timestamptz[]) with ordinality as u (t, n) order by n)::float8[]"
-        )
-        ((answer,),) = sql(f"select doorbell.has_news(%s, %s, %s, {seconds}, %s)", *arrays, epochs)
-        assert answer is bool(rows)
-        return bool(answer)
+        assert sql("select doorbell.heads_moved(%s, %s)", [events, quiet], floors) == [(floors != [head, 0],)]
+        assert rows or floors == [head, 0]
+        return bool(rows)
 
     for _ in range(7):  # planned for these values, then once for all
         glanced = 0
@@ -740,7 +737,7 @@ def test_has_news_and_glance_say_what_peek_says(sql: Sql) -> None:
         assert found([head, 0], [at_head, None], [epoch, elsewhere])
         assert found([head, 0], [at_head, None], [elsewhere, epoch])
         assert glanced == 2
-    assert sql("select doorbell.has_news('{}', '{}', '{}', '{}')") == [(False,)]
+    assert sql("select doorbell.heads_moved('{}', '{}')") == [(False,)]
     sql("select doorbell.prune('0 s', 'events', keep_keys => '0 s', force => true)")
     assert found([head, 0], [at_head, None], [epoch])  # the worker has lost what it had not acked
     assert not found([head, 0], [at_head, None], [epoch], "ci")

@@ -10,6 +10,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from doorbell_postgres import watch
 from doorbell_postgres.errors import AckBeyondHead, NotSubscribed, UnknownChannel
 from support import Api, Processes, background, bell_is_waiting, eventually, waiting_in_database, workers
 
@@ -317,13 +318,18 @@ def test_hard_killed_waiter_process_loses_nothing(api: Api, dsn: str, bus: Any, 
 
 @pytest.mark.timing
 def test_a_look_that_began_before_the_wait_does_not_answer_it(
-    api: Api, open_bus: Callable[..., Any], sql: Sql, connect: Callable[..., psycopg.Connection[Any]]
+    api: Api,
+    open_bus: Callable[..., Any],
+    sql: Sql,
+    connect: Callable[..., psycopg.Connection[Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One wait ends while its scan is still on the way, and the next one of that bell finds the old scan's answer: a message
     that had been there before it asked does not ring.
 
     A wait is answered by a scan that began after it, and the scan of a wait that has ended answers nobody.
     """
+    monkeypatch.setattr(watch, "WHOLE", 0.0)  # each poll reads what the blocker holds, and posts do not
     bus = open_bus(notify="off")
     bus.subscribe("worker", "events")
     bell = api.Doorbell(bus, "worker", poll_interval=0.1)

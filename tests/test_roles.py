@@ -27,7 +27,7 @@ TESTS = Path(__file__).resolve().parent
 
 AGENTS = {
     "abandon_admission", "ack", "acked_seq", "admit", "announce", "arm", "backlog_of", "bell_floors", "channel_names",
-    "collect", "fail_turn", "finish_turn", "glance", "has_news", "head", "hello", "hold_session", "messages_after", "peek",
+    "collect", "fail_turn", "finish_turn", "glance", "heads_moved", "head", "hello", "hold_session", "messages_after", "peek",
     "post", "post_combined", "post_many", "record_step", "release_turn", "reserve", "settle_delivery", "skip_pruned", "stage",
     "step_pending", "subscribe", "subscriptions", "try_post", "turn_post", "unacked", "unacked_count",
     "unfinished_turns", "unsubscribe",

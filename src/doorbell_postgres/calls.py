@@ -573,19 +573,14 @@ def bell_floors(handle: str) -> Call[list[Floor]]:
     )
 
 
-def has_news(questions: Sequence[Question]) -> Call[bool]:
-    """Whether `peek` has an answer to any of them: the question of bells at rest, for a third of the cost."""
-    handles, channel_ids, floors, times, epochs = _columns(questions)
-    # Numbers as array literals of the parameters' own types: psycopg would choose smaller ones, which the server then
-    # converts in every poll.
-    return Call(
-        "select doorbell.has_news(%s::text[], %s::bigint[], %s::bigint[], %s::float8[], %s::uuid[])",
-        (_texts(handles), _literal(channel_ids), _literal(floors), _literal(times), _literal(set(epochs))),
-        read_one,
-    )
+def heads_moved(questions: Sequence[Question]) -> Call[bool]:
+    """Whether any of these channels has another newest message than the one looked at: what bells at rest ask."""
+    channel_ids, floors = [q.channel_id for q in questions], [q.floor for q in questions]
+    return Call("select doorbell.heads_moved(%s::bigint[], %s::bigint[])", (_literal(channel_ids), _literal(floors)), read_one)
 
 
 def _literal(values: Iterable[object]) -> str:
+    # Of the parameter's own type: psycopg would choose a smaller one, which the server then converts in every poll.
     return "{" + ",".join("null" if value is None else str(value) for value in values) + "}"
 
 

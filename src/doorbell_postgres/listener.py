@@ -396,7 +396,7 @@ class Listener:
 
     def _look(self, connection: Wire) -> None:
         with self._lock:
-            watches, expecting = self._list.take(time.monotonic())
+            watches, look = self._list.take(time.monotonic())
             asked = [(each, self._mailboxes[each]) for each in watches]
             questions, preview = watch.ask(watches)
         if not watches:
@@ -404,10 +404,10 @@ class Listener:
         began = time.monotonic()
         try:
             news: list[News] = []
-            if expecting and len(questions) == 1:
+            if look == "expecting" and len(questions) == 1:
                 next_one = self._execute(connection, calls.glance(questions[0], preview=preview))
                 news = [next_one] if next_one else []
-            if questions and not news and (expecting or self._execute(connection, calls.has_news(questions))):
+            if questions and not news and (look != "heads" or self._execute(connection, calls.heads_moved(questions))):
                 news = self._execute(connection, calls.peek(questions, preview=preview))
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):

@@ -58,6 +58,8 @@ SERVED = 1.0
 SHARE = 0.1
 # Where no connection came for an announcement, the next one is asked for after this time.
 NO_CONNECTION = 0.1
+# A poll asks for heads only. So often it asks for everything: a log that was replaced by another as long, lost messages.
+WHOLE = 10.0
 # A connection that flaps is reported once in this time, with its return.
 QUIET = 10.0
 
@@ -163,12 +165,18 @@ class Watch:
 EARLY = 0.010
 
 
+# What a look is for: news that somebody has announced, or that a watch which has just joined may find at once; whatever may
+# have happened; new heads.
+Look: TypeAlias = Literal["expecting", "whole", "heads"]
+
+
 class Watchlist:
     """The watches that wait, and when each is to be looked at next. Times are of any one monotonic clock, in seconds."""
 
     def __init__(self) -> None:
         self._due: dict[Watch, float] = {}
         self._joined: dict[Watch, float] = {}
+        self._whole: dict[Watch, float] = {}  # when to look at everything again
         self._by_channel: defaultdict[int, set[Watch]] = defaultdict(set)
         self._expecting = False
 
@@ -181,6 +189,7 @@ class Watchlist:
     def add(self, watch: Watch, now: float) -> None:
         self._due[watch] = now
         self._joined[watch] = now
+        self._whole[watch] = now
         self._expecting = True
         for channel_id in watch.channel_ids:
             self._by_channel[channel_id].add(watch)
@@ -192,6 +201,7 @@ class Watchlist:
             if not self._by_channel[channel_id]:
                 del self._by_channel[channel_id]
         self._joined.pop(watch, None)
+        self._whole.pop(watch, None)
         return self._due.pop(watch, None) is not None
 
     def channel_ids(self) -> list[int]:
@@ -218,15 +228,14 @@ class Watchlist:
     def next_due(self) -> float | None:
         return min(self._due.values(), default=None)
 
-    def take(self, now: float) -> tuple[list[Watch], bool]:
-        """The watches to look at now, when any is due, and whether there is news to expect: one has just joined or was
-        announced. Else it is a poll.
+    def take(self, now: float) -> tuple[list[Watch], Look]:
+        """The watches to look at now, when any is due, and how: see Look.
 
         Whoever is due within half its interval comes along, so that bells armed at different times soon share one
         statement per interval.
         """
         if not any(due <= now for due in self._due.values()):
-            return [], False
+            return [], "heads"
         expecting, self._expecting = self._expecting, False
         taken = []
         for watch, due in self._due.items():
@@ -234,13 +243,17 @@ class Watchlist:
             if due <= now + interval / 2:
                 self._due[watch] = now + interval
                 taken.append(watch)
-        return taken, expecting
+        look: Look = "expecting" if expecting else "whole" if any(self._whole[each] <= now for each in taken) else "heads"
+        if look != "heads":
+            self._whole.update(dict.fromkeys(taken, now + WHOLE))
+        return taken, look
 
     def clear(self) -> list[Watch]:
         """Remove and return all of them."""
         watches = list(self._due)
         self._due.clear()
         self._joined.clear()
+        self._whole.clear()
         self._by_channel.clear()
         return watches
 

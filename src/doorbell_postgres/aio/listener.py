@@ -386,7 +386,7 @@ class Listener:
             self._on_news()
 
     async def _look(self, connection: Wire) -> None:
-        watches, expecting = self._list.take(self._loop.time())
+        watches, look = self._list.take(self._loop.time())
         asked = [(each, self._mailboxes[each]) for each in watches]
         questions, preview = watch.ask(watches)
         if not watches:
@@ -394,10 +394,10 @@ class Listener:
         began = self._loop.time()
         try:
             news: list[News] = []
-            if expecting and len(questions) == 1:
+            if look == "expecting" and len(questions) == 1:
                 next_one = await self._execute(connection, calls.glance(questions[0], preview=preview))
                 news = [next_one] if next_one else []
-            if questions and not news and (expecting or await self._execute(connection, calls.has_news(questions))):
+            if questions and not news and (look != "heads" or await self._execute(connection, calls.heads_moved(questions))):
                 news = await self._execute(connection, calls.peek(questions, preview=preview))
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):
