@@ -250,7 +250,9 @@ def test_a_bell_that_waits_finds_what_has_no_new_head(
     bus = open_bus()
     bus.subscribe("worker", "events")
     bus.post("events", "b", sender="worker")
-    waiting = background(api.Doorbell(bus, "worker", poll_interval=0.1).wait, 60)
+    bell = api.Doorbell(bus, "worker", poll_interval=0.1)
+    assert bell.wait(0) is None  # it has seen the message
+    waiting = background(bell.wait, 60)
     eventually(lambda: held(sql) == [(CHANNEL, "ShareLock")])
     sql(change)
     with pytest.raises(LogRewound):
