@@ -216,6 +216,20 @@ def test_the_key_for_all_is_held_until_those_in_its_place_are(api: Api, open_bus
     eventually(lambda: held(sql) == [(CHANNEL, "ShareLock")] * 14)
 
 
+def test_short_waits_on_ever_new_channels_hold_no_more_keys_than_their_bound(api: Api, open_bus: OpenBus, sql: Sql) -> None:
+    """One reply channel for each request: the keys of those that have rung would fill the lock table of the whole server."""
+    bus = open_bus()
+    for n in range(100):
+        bus.subscribe(f"worker {n}", f"reply {n}")
+    most = 0
+    for n in range(100):
+        assert api.Doorbell(bus, f"worker {n}").wait(0) is None
+        if n % 10 == 9:
+            most = max(most, len(held(sql)))
+    assert 0 < most <= 33
+    eventually(lambda: held(sql) == [])
+
+
 def test_looks_for_others_do_not_use_up_the_early_polls(api: Api, open_bus: OpenBus, sql: Sql) -> None:
     """What was posted before a bell armed, and commits after, is announced to nobody: the polls that follow soon find it."""
     poster, waiter = open_bus(), open_bus()
@@ -235,6 +249,7 @@ def test_looks_for_others_do_not_use_up_the_early_polls(api: Api, open_bus: Open
     assert waits[1].result(5) is None
 
 
+@pytest.mark.parametrize("reconnects", [False, True])
 @pytest.mark.parametrize(
     "change",
     [
@@ -243,10 +258,10 @@ def test_looks_for_others_do_not_use_up_the_early_polls(api: Api, open_bus: Open
     ],
 )
 def test_a_bell_that_waits_finds_what_has_no_new_head(
-    api: Api, open_bus: OpenBus, sql: Sql, monkeypatch: pytest.MonkeyPatch, change: str
+    api: Api, open_bus: OpenBus, sql: Sql, monkeypatch: pytest.MonkeyPatch, change: str, reconnects: bool
 ) -> None:
-    """Polls ask for heads alone; now and then one asks for everything."""
-    monkeypatch.setattr(watch, "WHOLE", 1.0)
+    """Polls ask for heads alone; now and then, and after each reconnect, one asks for everything."""
+    monkeypatch.setattr(watch, "WHOLE", NEVER if reconnects else 1.0)
     bus = open_bus()
     bus.subscribe("worker", "events")
     bus.post("events", "b", sender="worker")
@@ -255,6 +270,8 @@ def test_a_bell_that_waits_finds_what_has_no_new_head(
     waiting = background(bell.wait, 60)
     eventually(lambda: held(sql) == [(CHANNEL, "ShareLock")])
     sql(change)
+    if reconnects:
+        sql("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'doorbell'")
     with pytest.raises(LogRewound):
         waiting.result(20)
 

@@ -373,7 +373,7 @@ class Listener:
             time.sleep(watch.TRY_AGAIN)
         else:
             return  # not armed: these bells poll, and the next round tries again
-        if drop and let_go is not None and time.monotonic() < let_go:
+        if let_go is not None and time.monotonic() < let_go and 0 < len(drop) <= watch.MOST_KEYS:
             self._let_go = let_go
         elif drop:
             self._execute(connection, calls.arm([], sorted(drop)))

@@ -2,7 +2,7 @@
 
 A notification inside the post's own transaction would hold a cluster-wide lock through its flush, so posts hand the
 channel over and this thread announces it: the first at once, those that follow gathered for a moment. It is an
-optimisation. What it drops, because the server is lost or the process dies, the poll finds.
+optimisation. What it drops, because the database is away or the process dies, the poll finds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from psycopg_pool import PoolTimeout
+
 from doorbell_postgres.watch import GATHER, rest_after
 
 log = logging.getLogger("doorbell_postgres")
@@ -20,8 +22,8 @@ log = logging.getLogger("doorbell_postgres")
 class Notifier:
     """Announces channels through `send`: it calls what it is given for the channels, once it has a connection.
 
-    It waits for one behind the posts of its own process. What is posted meanwhile goes with it, and where none comes it
-    tries again. When `send` fails with channels in its hand, these are dropped.
+    It waits for one behind the posts of its own process. What is posted meanwhile goes with it, and while all are busy it
+    tries again. When `send` fails in another way, what is pending is dropped.
     """
 
     def __init__(self, send: Callable[[Callable[[], list[int]]], None]) -> None:
@@ -73,6 +75,8 @@ class Notifier:
             except Exception as exc:
                 if self._began is None and self._closing:
                     return
+                if self._began is None and not isinstance(exc, PoolTimeout):
+                    self._take()
                 log.debug("announcing failed (%s); bells find the posts by polling", type(exc).__name__)
             self._rests_until = rest_after(self._began, time.monotonic())
 

@@ -34,7 +34,8 @@ MOST_PATIENCE = 10.0
 # A dial without an answer gets another one beside it after this time, so that one swallowed packet costs no more.
 DIAL_AGAIN = 1.0
 MOST_DIALS = 6
-# Keys of single channels that one session holds; a default server has some 12,000 locks for everybody.
+# Keys of single channels that one session holds, and as many that it is about to let go; a default server has some 12,000
+# locks for everybody.
 MOST_KEYS = 16
 WILDCARD = 0
 # How often a key is tried for: a probe holds it for microseconds.
@@ -221,9 +222,9 @@ class Watchlist:
         return bool(watches)
 
     def wake_all(self, now: float) -> None:
-        """Look at everything now: whatever was announced meanwhile may have been missed."""
+        """As if all of them joined now: whatever was announced meanwhile may have been missed, and the log be another one."""
         for watch in self._due:
-            self._due[watch] = now
+            self._due[watch] = self._joined[watch] = self._whole[watch] = now
 
     def next_due(self) -> float | None:
         return min(self._due.values(), default=None)

@@ -367,7 +367,7 @@ class Listener:
         else:
             # Not armed, then: these bells poll, and the next round tries again.
             return self._loop.time() + watch.LONGEST
-        if drop and self._loop.time() < self._let_go:
+        if self._loop.time() < self._let_go and 0 < len(drop) <= watch.MOST_KEYS:
             return self._let_go
         if drop:
             await self._execute(connection, calls.arm([], sorted(drop)))

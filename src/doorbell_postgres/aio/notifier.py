@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
+from psycopg_pool import PoolTimeout
+
 from doorbell_postgres.watch import GATHER, rest_after
 
 log = logging.getLogger("doorbell_postgres")
@@ -65,6 +67,8 @@ class Notifier:
             except Exception as exc:
                 if self._began is None and self._closing.is_set():
                     return
+                if self._began is None and not isinstance(exc, PoolTimeout):
+                    self._take()
                 log.debug("announcing failed (%s); bells find the posts by polling", type(exc).__name__)
             self._taken.clear()
             self._rests_until = rest_after(self._began, time.monotonic())
