@@ -126,7 +126,8 @@ def test_every_ack_that_is_counted_moves_the_cursor(dsn: str) -> None:
 def test_rings_are_matched_with_their_posts(dsn: str) -> None:
     for which, from_begin, from_end in rings(dsn, TINY):
         assert len(from_begin) == TINY.rings, which
-        assert all(0 < after < before for before, after in zip(from_begin, from_end, strict=True)) or which == "floor"
+        # A ring may come before the post has returned: its announcement is a part of the call.
+        assert all(0 < before > after for before, after in zip(from_begin, from_end, strict=True)) or which == "floor"
 
 
 def test_idle_listeners_listen_and_hold_their_keys(dsn: str) -> None:
