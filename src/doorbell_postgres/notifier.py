@@ -72,12 +72,13 @@ class Notifier:
             self._began = None
             try:
                 self._send(self._take)
-            except Exception as exc:
-                if self._began is None and self._closing:
+            except PoolTimeout:  # all are busy
+                if self._closing:
                     return
-                if self._began is None and not isinstance(exc, PoolTimeout):
+            except Exception as exc:
+                if self._began is None:
                     self._take()
-                log.debug("announcing failed (%s); bells find the posts by polling", type(exc).__name__)
+                log.debug("announcement dropped (%s); bells find the posts by polling", type(exc).__name__)
             self._rests_until = rest_after(self._began, time.monotonic())
 
     def _take(self) -> list[int]:

@@ -64,12 +64,13 @@ class Notifier:
             except asyncio.CancelledError:
                 await self._last_words()
                 raise
-            except Exception as exc:
-                if self._began is None and self._closing.is_set():
+            except PoolTimeout:  # all are busy
+                if self._closing.is_set():
                     return
-                if self._began is None and not isinstance(exc, PoolTimeout):
+            except Exception as exc:
+                if self._began is None:
                     self._take()
-                log.debug("announcing failed (%s); bells find the posts by polling", type(exc).__name__)
+                log.debug("announcement dropped (%s); bells find the posts by polling", type(exc).__name__)
             self._taken.clear()
             self._rests_until = rest_after(self._began, time.monotonic())
 
