@@ -171,26 +171,31 @@ EARLY = 0.010
 Look: TypeAlias = Literal["expecting", "whole", "heads"]
 
 
+@dataclass
+class _Times:
+    """Of a watch that waits: when it joined, when to look at it next, and when to look at everything again."""
+
+    joined: float
+    due: float
+    whole: float
+
+
 class Watchlist:
     """The watches that wait, and when each is to be looked at next. Times are of any one monotonic clock, in seconds."""
 
     def __init__(self) -> None:
-        self._due: dict[Watch, float] = {}
-        self._joined: dict[Watch, float] = {}
-        self._whole: dict[Watch, float] = {}  # when to look at everything again
+        self._times: dict[Watch, _Times] = {}
         self._by_channel: defaultdict[int, set[Watch]] = defaultdict(set)
         self._expecting = False
 
     def __len__(self) -> int:
-        return len(self._due)
+        return len(self._times)
 
     def __contains__(self, watch: Watch) -> bool:
-        return watch in self._due
+        return watch in self._times
 
     def add(self, watch: Watch, now: float) -> None:
-        self._due[watch] = now
-        self._joined[watch] = now
-        self._whole[watch] = now
+        self._times[watch] = _Times(now, now, now)
         self._expecting = True
         for channel_id in watch.channel_ids:
             self._by_channel[channel_id].add(watch)
@@ -201,9 +206,7 @@ class Watchlist:
             self._by_channel[channel_id].discard(watch)
             if not self._by_channel[channel_id]:
                 del self._by_channel[channel_id]
-        self._joined.pop(watch, None)
-        self._whole.pop(watch, None)
-        return self._due.pop(watch, None) is not None
+        return self._times.pop(watch, None) is not None
 
     def channel_ids(self) -> list[int]:
         """The channels that anybody watches."""
@@ -217,17 +220,16 @@ class Watchlist:
         """Look at the channel's watches now. False when nobody watches it."""
         watches = self._by_channel.get(channel_id, ())
         for watch in watches:
-            self._due[watch] = now
+            self._times[watch].due = now
             self._expecting = True
         return bool(watches)
 
     def wake_all(self, now: float) -> None:
         """As if all of them joined now: whatever was announced meanwhile may have been missed, and the log be another one."""
-        for watch in self._due:
-            self._due[watch] = self._joined[watch] = self._whole[watch] = now
+        self._times.update({watch: _Times(now, now, now) for watch in self._times})
 
     def next_due(self) -> float | None:
-        return min(self._due.values(), default=None)
+        return min((times.due for times in self._times.values()), default=None)
 
     def take(self, now: float) -> tuple[list[Watch], Look]:
         """The watches to look at now, when any is due, and how: see Look.
@@ -235,26 +237,26 @@ class Watchlist:
         Whoever is due within half its interval comes along, so that bells armed at different times soon share one
         statement per interval.
         """
-        if not any(due <= now for due in self._due.values()):
+        if not any(times.due <= now for times in self._times.values()):
             return [], "heads"
         expecting, self._expecting = self._expecting, False
         taken = []
-        for watch, due in self._due.items():
-            interval = min(watch.poll_interval, max(EARLY, now - self._joined[watch]))
-            if due <= now + interval / 2:
-                self._due[watch] = now + interval
+        for watch, times in self._times.items():
+            interval = min(watch.poll_interval, max(EARLY, now - times.joined))
+            if times.due <= now + interval / 2:
+                times.due = now + interval
                 taken.append(watch)
-        look: Look = "expecting" if expecting else "whole" if any(self._whole[each] <= now for each in taken) else "heads"
+        whole = any(self._times[watch].whole <= now for watch in taken)
+        look: Look = "expecting" if expecting else "whole" if whole else "heads"
         if look != "heads":
-            self._whole.update(dict.fromkeys(taken, now + WHOLE))
+            for watch in taken:
+                self._times[watch].whole = now + WHOLE
         return taken, look
 
     def clear(self) -> list[Watch]:
         """Remove and return all of them."""
-        watches = list(self._due)
-        self._due.clear()
-        self._joined.clear()
-        self._whole.clear()
+        watches = list(self._times)
+        self._times.clear()
         self._by_channel.clear()
         return watches
 
