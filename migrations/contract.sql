@@ -866,7 +866,7 @@ begin
   for i in 1 .. coalesce(pg_catalog.cardinality(channel_ids), 0) loop
     if coalesce(
          (select m.seq from doorbell.message as m where m.channel_id operator(pg_catalog.=) channel_ids[i] order by m.seq desc limit 1),
-         0) operator(pg_catalog.<>) heads[i]
+         0) operator(pg_catalog.<>) heads[i] is not false -- a head that is not given is another one
     then
       return true;
     end if;

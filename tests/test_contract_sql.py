@@ -738,6 +738,7 @@ def test_heads_moved_and_glance_say_what_peek_says(sql: Sql) -> None:
         assert found([head, 0], [at_head, None], [elsewhere, epoch])
         assert glanced == 2
     assert sql("select doorbell.heads_moved('{}', '{}')") == [(False,)]
+    assert sql("select doorbell.heads_moved(%s, %s)", [events, quiet], [head]) == [(True,)]
     sql("select doorbell.prune('0 s', 'events', keep_keys => '0 s', force => true)")
     assert found([head, 0], [at_head, None], [epoch])  # the worker has lost what it had not acked
     assert not found([head, 0], [at_head, None], [epoch], "ci")
