@@ -75,20 +75,42 @@ begin
 end
 $$;
 
--- The turn of this event, or null. Exactly one of the last three is given.
+-- The turn of this event, or null. Exactly one of the last three is given. Looked for as keys are, see doorbell._seq_of.
 create function doorbell._turn_of(channel_id bigint, handle text, event_id text, event_key text, event_seq bigint) returns bigint
-language plpgsql stable set search_path = pg_catalog, pg_temp
+language plpgsql stable
+set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
 as $$
 begin
   if event_id is not null then
-    return (select t.id from doorbell.turn as t
-            where t.channel_id = _turn_of.channel_id and t.handle = _turn_of.handle and t.event_id = _turn_of.event_id);
+    return (
+      select case when f.event_id = _turn_of.event_id then f.id end
+      from (
+        select t.event_id, t.id
+        from doorbell.turn as t
+        where t.channel_id = _turn_of.channel_id and t.handle = _turn_of.handle and t.event_id >= _turn_of.event_id
+        order by t.event_id
+        limit 1
+      ) as f);
   elsif event_key is not null then
-    return (select t.id from doorbell.turn as t
-            where t.channel_id = _turn_of.channel_id and t.handle = _turn_of.handle and t.event_key = _turn_of.event_key);
+    return (
+      select case when f.event_key = _turn_of.event_key then f.id end
+      from (
+        select t.event_key, t.id
+        from doorbell.turn as t
+        where t.channel_id = _turn_of.channel_id and t.handle = _turn_of.handle and t.event_key >= _turn_of.event_key
+        order by t.event_key
+        limit 1
+      ) as f);
   else
-    return (select t.id from doorbell.turn as t
-            where t.channel_id = _turn_of.channel_id and t.handle = _turn_of.handle and t.event_seq = _turn_of.event_seq);
+    return (
+      select case when f.event_seq = _turn_of.event_seq then f.id end
+      from (
+        select t.event_seq, t.id
+        from doorbell.turn as t
+        where t.channel_id = _turn_of.channel_id and t.handle = _turn_of.handle and t.event_seq >= _turn_of.event_seq
+        order by t.event_seq
+        limit 1
+      ) as f);
   end if;
 end
 $$;
@@ -106,7 +128,7 @@ create function doorbell._lock_turn(
   out handle text,
   out state text
 )
-language plpgsql volatile set search_path = pg_catalog, pg_temp
+language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_attempt integer;
@@ -139,7 +161,7 @@ $$;
 -- Locks the cursors of the turn's handle on the channels where the turn was delivered until the transaction ends, in the order
 -- of the channel ids, and returns those ids. A delivery that comes later is settled when it is delivered again, as a duplicate.
 create function doorbell._lock_cursors(turn_channel_id bigint, turn_id bigint) returns bigint[]
-language plpgsql volatile set search_path = pg_catalog, pg_temp
+language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   return array(
@@ -163,7 +185,7 @@ $$;
 -- The caller took the cursor's lock in a statement before this one: so of two who finish at once the second sees what the
 -- first has settled. A range that retention has removed is never passed.
 create function doorbell._advance(handle text, channel_id bigint, turn_channel_id bigint, turn_id bigint) returns void
-language plpgsql volatile set search_path = pg_catalog, pg_temp
+language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_acked bigint;
@@ -199,7 +221,7 @@ $$;
 -- Settles the deliveries of a turn that has ended, and moves the handle's cursors on these channels, which the caller has
 -- locked. What lies behind a cursor is removed: the event, not the delivery, is what a replay is recognised by.
 create function doorbell._settle(turn_channel_id bigint, turn_id bigint, handle text, channel_ids bigint[]) returns void
-language plpgsql volatile set search_path = pg_catalog, pg_temp
+language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_channel bigint;
@@ -231,7 +253,7 @@ $$;
 
 -- How many messages the turn has posted, a notice of its failure included.
 create function doorbell._posts(turn_channel_id bigint, turn_id bigint) returns integer
-language sql stable set search_path = pg_catalog, pg_temp
+language sql stable set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
   select count(*)::integer
   from doorbell.reservation as r
@@ -279,7 +301,8 @@ create function doorbell.admit(
   out error text,
   out posts integer
 )
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_channel bigint;
@@ -434,7 +457,8 @@ $$;
 -- Gives back what the admit call with this nonce has taken, if it has: its answer was lost, and its session lives on without
 -- knowing. False when there is nothing to give back. Locks: the turn row.
 create function doorbell.abandon_admission(handle text, channel text, seq bigint, nonce bigint, holder bigint) returns boolean
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   update doorbell.turn as t
@@ -469,7 +493,7 @@ returns table (
   posts integer,
   admitted_at timestamptz
 )
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp
+language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set plan_cache_mode = force_custom_plan
 as $$
 begin
   return query
@@ -500,7 +524,8 @@ $$;
 -- Errors: RB001, RB007.
 create function doorbell.step_pending(turn_channel_id bigint, turn_id bigint, attempt integer, step text, holder bigint default 0)
 returns boolean
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   perform doorbell._refuse(doorbell._name_fault('step', step));
@@ -521,7 +546,8 @@ $$;
 -- Locks: the turn row. Errors: RB001, RB007, 55P03.
 create function doorbell.record_step(turn_channel_id bigint, turn_id bigint, attempt integer, step text, holder bigint default 0)
 returns boolean
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   perform doorbell._refuse(doorbell._name_fault('step', step));
@@ -537,7 +563,8 @@ $$;
 -- Locks: the turn row. Errors: RB001, RB007, 55P03.
 create function doorbell.reserve(turn_channel_id bigint, turn_id bigint, attempt integer, correlation_id text, holder bigint default 0)
 returns timestamptz
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   perform doorbell._refuse(doorbell._name_fault('correlation_id', correlation_id, 1024));
@@ -583,7 +610,8 @@ create function doorbell.turn_post(
   out original_headers jsonb,
   out original_key text
 )
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_handle text;
@@ -639,7 +667,8 @@ $$;
 -- Locks: the handle's cursors on the channels of the deliveries, then the turn row. Errors: RB001, RB007, 55P03.
 create function doorbell.finish_turn(turn_channel_id bigint, turn_id bigint, attempt integer, holder bigint default 0)
 returns text
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_channels bigint[];
@@ -688,7 +717,8 @@ create function doorbell.fail_turn(
   out headers jsonb,
   out created_at timestamptz
 )
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_channels bigint[];
@@ -745,7 +775,8 @@ $$;
 create function doorbell.release_turn(
   turn_channel_id bigint, turn_id bigint, attempt integer, error text default null, holder bigint default 0
 ) returns boolean
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   update doorbell.turn as t
@@ -760,7 +791,8 @@ $$;
 -- duplicate that is skipped: a replay has a number of its own, which no turn would settle.
 -- Locks: the cursor row. Errors: RB001, RB002, 55P03.
 create function doorbell.settle_delivery(handle text, channel text, seq bigint) returns void
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_channel bigint;

@@ -22,14 +22,11 @@ return array[channel_id, seq, (date_part('epoch', created_at) * 1e6)::bigint, fl
 
 -- Whether the channel has a message with this key. Each call sees what has been committed when it is made.
 create function doorbell._knows(channel text, idempotency_key text) returns boolean
-language plpgsql volatile set search_path = pg_catalog, pg_temp
+language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
-  return idempotency_key is not null and exists (
-    select
-    from doorbell.channel as c
-    join doorbell.message as m on m.channel_id = c.id and m.idempotency_key = _knows.idempotency_key
-    where c.name = _knows.channel);
+  return idempotency_key is not null
+    and doorbell._seq_of((select c.id from doorbell.channel as c where c.name = channel), idempotency_key) is not null;
 end
 $$;
 
@@ -46,7 +43,7 @@ create function doorbell.try_post(
   idempotency_key text default null,
   headers jsonb default '{}'
 ) returns bigint[]
-language plpgsql volatile security definer
+language plpgsql volatile security definer set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_id bigint;
@@ -67,7 +64,7 @@ begin
     return (select array[]::bigint[] from doorbell.channel as c where c.name operator(pg_catalog.=) channel);
   end if;
   -- Under the lock, in new statements and so with new snapshots.
-  if idempotency_key is not null and doorbell._knows(channel, idempotency_key) then
+  if idempotency_key is not null and doorbell._seq_of(v_id, idempotency_key) is not null then
     return null;
   end if;
   insert into doorbell.message as m (channel_id, seq, sender, body, headers, idempotency_key, created_at)
@@ -99,7 +96,7 @@ create function doorbell.stage(
   headers jsonb default '{}',
   for_ms integer default 5000
 ) returns bigint[]
-language plpgsql volatile security definer
+language plpgsql volatile security definer set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_answer bigint[];
@@ -129,7 +126,7 @@ $$;
 -- keeps from being removed; what lies further off is numbered by its own session. A row that is being given up is passed over.
 -- Locks: the channel row, until the row of this ticket expires; the staged rows.
 create function doorbell._number_staged(channel_id bigint, ticket bigint, reach integer) returns void
-language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = off
+language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_first constant bigint := ticket - reach;
@@ -163,15 +160,9 @@ begin
     order by s.ticket
     for no key update skip locked
   ), known as (
-    select w.*, o.seq as old_seq,
+    select w.*, case when w.idempotency_key is not null then doorbell._seq_of(channel_id, w.idempotency_key) end as old_seq,
            case when w.idempotency_key is null then w.ticket else min(w.ticket) over (partition by w.idempotency_key) end as first
     from waiting as w
-    left join lateral (
-      select m.seq
-      from doorbell.message as m
-      where m.channel_id = _number_staged.channel_id and m.idempotency_key = w.idempotency_key
-      limit 1 -- one probe for each, however small the log was when this was planned
-    ) as o on w.idempotency_key is not null
   ), placed as (
     select k.*, k.old_seq is null and k.first = k.ticket as is_new, count(*) over () > 1 as is_shared,
            v_head + count(*) filter (where k.old_seq is null and k.first = k.ticket) over (order by k.ticket) as place
@@ -209,7 +200,7 @@ create function doorbell.collect(
   out failure_message text,
   out failure_hint text
 )
-language plpgsql volatile security definer set lock_timeout = '5s'
+language plpgsql volatile security definer set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_locked pg_catalog.text; -- assigning is cheaper than PERFORM, which would be a query
@@ -255,7 +246,7 @@ create function doorbell._number_or_give_up(
   out failure_message text,
   out failure_hint text
 )
-language plpgsql volatile set search_path = pg_catalog, pg_temp
+language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_found boolean;

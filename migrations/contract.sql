@@ -11,6 +11,9 @@
 --           underscore are private: no role is ever granted those.
 -- Names.    A function pins its search_path, or is bound to what it names when it is made (return). A pin is paid for in
 --           every call, so what every post, ack and poll calls writes all names in full instead, operators too.
+-- Plans.    A session keeps the plan of a statement, and one that was made while a table was small reads all of it once it is
+--           large. So functions that look up a few rows pin enable_seqscan and enable_bitmapscan off; those that may want
+--           many rows are planned anew in each call (plan_cache_mode).
 -- Errors.   RB001 bad input, RB002 unknown channel, RB003 not subscribed, RB004 ack beyond head, RB005 the log rewound,
 --           RB006 retention was forced past the cursor (operations.sql), RB008 the outcome is not known (combining.sql).
 --           Each comes with what was expected and what to do.
@@ -111,7 +114,7 @@ $$;
 -- The id of the channel, whose row is locked until the transaction ends; creates it where it is not there yet.
 -- Locks: the channel row, for no key update. A rival's uncommitted creation is waited for by the unique index.
 create function doorbell._lock_channel(channel text) returns bigint
-language plpgsql volatile
+language plpgsql volatile set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_id bigint;
@@ -127,11 +130,31 @@ $$;
 
 -- The seq of the newest message; 0 when there is none. An index probe: the newest row of a channel is never removed.
 create function doorbell._head(channel_id bigint) returns bigint
-language plpgsql stable
+language plpgsql stable set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   return coalesce(
     (select m.seq from doorbell.message as m where m.channel_id = _head.channel_id order by m.seq desc limit 1), 0);
+end
+$$;
+
+-- The seq of the message with this key; null when there is none. Each call sees what has been committed when it is made.
+-- Looked for as the first key from here on, which only the index of keys can answer without sorting. A plain comparison, where
+-- the channel was short when it was last analyzed, would be planned by the primary key, and read all messages of the channel.
+create function doorbell._seq_of(channel_id bigint, idempotency_key text) returns bigint
+language plpgsql volatile
+set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off set enable_sort = off
+as $$
+begin
+  return (
+    select case when f.idempotency_key = _seq_of.idempotency_key then f.seq end
+    from (
+      select m.idempotency_key, m.seq
+      from doorbell.message as m
+      where m.channel_id = _seq_of.channel_id and m.idempotency_key >= _seq_of.idempotency_key
+      order by m.idempotency_key
+      limit 1
+    ) as f);
 end
 $$;
 
@@ -217,7 +240,8 @@ create function doorbell.post(
   out original_body text,
   out original_headers jsonb
 )
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   if not doorbell._is_plain(channel, body, sender, idempotency_key, headers, 16777216) then
@@ -227,29 +251,23 @@ begin
     perform set_config('lock_timeout', lock_timeout_ms::text, true);
   end if;
 
-  posted := false;
-  armed := false;
   if idempotency_key is not null then
-    select m.channel_id, m.seq, m.created_at, m.sender, m.body, m.headers
-      into channel_id, seq, created_at, original_sender, original_body, original_headers
-      from doorbell.channel as c
-      join doorbell.message as m on m.channel_id = c.id and m.idempotency_key = post.idempotency_key
-      where c.name = post.channel;
-    if found then
-      return;
+    channel_id := (select c.id from doorbell.channel as c where c.name = channel);
+    seq := doorbell._seq_of(channel_id, idempotency_key);
+  end if;
+  if seq is null then
+    channel_id := doorbell._lock_channel(channel);
+    if idempotency_key is not null then
+      seq := doorbell._seq_of(channel_id, idempotency_key);  -- a rival may have posted it while this one waited
     end if;
   end if;
-
-  channel_id := doorbell._lock_channel(channel);
-  -- Under the lock, in new statements and so with new snapshots: the locking statement's own would be from before the wait.
-  if idempotency_key is not null then
-    select m.seq, m.created_at, m.sender, m.body, m.headers
-      into seq, created_at, original_sender, original_body, original_headers
+  if seq is not null then
+    posted := false;
+    armed := false;
+    select m.created_at, m.sender, m.body, m.headers into created_at, original_sender, original_body, original_headers
       from doorbell.message as m
-      where m.channel_id = post.channel_id and m.idempotency_key = post.idempotency_key;
-    if found then
-      return;
-    end if;
+      where m.channel_id = post.channel_id and m.seq = post.seq;
+    return;
   end if;
   insert into doorbell.message as m (channel_id, seq, sender, body, headers, idempotency_key, created_at)
     values (post.channel_id, doorbell._head(post.channel_id) + 1, post.sender, post.body, post.headers, post.idempotency_key,
@@ -267,8 +285,6 @@ $$;
 --
 -- Promise: one row a draft, in the order given. New messages get consecutive numbers in that order; a draft whose key the
 --   channel knows, or an earlier draft of the same call has, is not posted and comes back as its original.
--- Plans: each draft is looked up by a probe of its own (limit 1). A join that was planned while the log was short reads all of
---   it once it is long.
 -- senders, where it is given, has a sender for each draft, and sender stands for those that are null.
 -- Locks, errors, notify: as post.
 create function doorbell.post_many(
@@ -291,7 +307,8 @@ create function doorbell.post_many(
   original_body text,
   original_headers jsonb
 )
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_id bigint;
@@ -338,11 +355,9 @@ begin
   else
     -- Where each draft ends up: at its original, at an earlier draft with its key, or at the next number.
     with drafts as (
-      select d.n, d.key, case when d.key is null then d.n else min(d.n) over (partition by d.key) end as first, o.seq as old_seq
+      select d.n, case when d.key is null then d.n else min(d.n) over (partition by d.key) end as first,
+             case when d.key is not null then doorbell._seq_of(v_id, d.key) end as old_seq
       from unnest(idempotency_keys) with ordinality as d (key, n)
-      left join lateral (
-        select m.seq from doorbell.message as m where m.channel_id = v_id and m.idempotency_key = d.key limit 1
-      ) as o on true
     ), numbered as (
       select d.n, v_head + row_number() over (order by d.n) as seq
       from drafts as d
@@ -413,7 +428,8 @@ $$;
 -- Locks: the channel row, then the new cursor row. Subscribing again takes none.
 -- Errors: RB001; 55P03 the channel was held for too long.
 create function doorbell.subscribe(handle text, channel text, at text default 'head', lock_timeout_ms integer default 5000) returns bigint
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_id bigint;
@@ -451,7 +467,8 @@ $$;
 -- Removes the handle's cursor on the channel; false when there was none. Messages stay.
 -- Locks: the cursor row. Errors: RB001, RB002.
 create function doorbell.unsubscribe(handle text, channel text) returns boolean
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_id bigint;
@@ -474,7 +491,7 @@ $$;
 -- Errors, checked in this order: RB001, RB002 unknown channel, RB003 not subscribed, RB005 the log rewound, RB004 beyond head,
 --   RB006 messages were removed before the handle had acked them.
 create function doorbell.ack(handle text, channel text, up_to bigint, created_at timestamptz default null) returns bigint
-language plpgsql volatile security definer set lock_timeout = '5s'
+language plpgsql volatile security definer set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   -- The usual case in one statement: the cursor moves forward to a message that is there, is the one that was handled, and
@@ -499,7 +516,7 @@ $$;
 
 -- What ack does where its usual case is not given: says what is wrong, or acks all the same.
 create function doorbell._ack(handle text, channel text, up_to bigint, created_at timestamptz) returns bigint
-language plpgsql volatile set search_path = pg_catalog, pg_temp
+language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_id bigint;
@@ -644,7 +661,7 @@ $$;
 -- The messages of one channel behind after_seq, in order, at most page_size; none for a channel that does not exist.
 create function doorbell.messages_after(channel text, after_seq bigint, page_size integer default 100)
 returns table (seq bigint, sender text, body text, headers jsonb, idempotency_key text, created_at timestamptz)
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_id bigint;
@@ -661,7 +678,7 @@ $$;
 
 -- The seq of the newest message; 0 for an empty or absent channel.
 create function doorbell.head(channel text) returns bigint
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   return doorbell._head((select c.id from doorbell.channel as c where c.name = head.channel));
@@ -677,7 +694,7 @@ $$;
 
 -- The names of the channels that the handle is subscribed to, in code point order.
 create function doorbell.subscriptions(handle text) returns setof text
-language sql stable security definer set search_path = pg_catalog, pg_temp
+language sql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
   select c.name
   from doorbell.cursor as cu
@@ -688,7 +705,7 @@ $$;
 
 -- Where the handle's cursor stands. Errors: RB002 unknown channel, RB003 not subscribed.
 create function doorbell.acked_seq(handle text, channel text) returns bigint
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_id bigint;
@@ -711,7 +728,7 @@ create function doorbell.backlog_of(handle text default null)
 returns table (
   handle_name text, channel text, head bigint, acked_seq bigint, unacked bigint, oldest_unacked_at timestamptz, last_acked_at timestamptz, lost bigint
 )
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set plan_cache_mode = force_custom_plan
 as $$
 begin
   return query
@@ -724,7 +741,7 @@ $$;
 
 -- How many messages lie between cursors and heads, for one channel, one handle, both or all. 0 is quiet: acked equals posted.
 create function doorbell.unacked_count(channel text default null, handle text default null) returns bigint
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set plan_cache_mode = force_custom_plan
 as $$
 begin
   return (
@@ -745,7 +762,7 @@ $$;
 -- head, and the store's epoch, by channel name.
 create function doorbell.bell_floors(handle text)
 returns table (channel_id bigint, channel text, floor bigint, floor_at timestamptz, head bigint, epoch uuid)
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   return query
@@ -754,7 +771,7 @@ begin
            doorbell._head(c.id), e.epoch
     from doorbell.cursor as cu
     join doorbell.channel as c on c.id = cu.channel_id
-    cross join doorbell.meta as e
+    join doorbell.meta as e on e.only_row
     where cu.handle = bell_floors.handle
     order by c.name;
 end
@@ -780,7 +797,7 @@ create function doorbell.peek(
 ) returns table (
   watch bigint, head bigint, rewound boolean, seq bigint, sender text, preview text, created_at timestamptz, lost_from bigint, lost_to bigint
 )
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   return query
@@ -833,7 +850,7 @@ return array[seq::text, sender, left(body, preview_len), date_part('epoch', crea
 create function doorbell.glance(
   handle text, channel_id bigint, floor bigint, floor_at double precision, preview_len integer, epoch uuid
 ) returns text[]
-language plpgsql stable security definer set enable_seqscan = off
+language plpgsql stable security definer set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   return (
@@ -860,7 +877,7 @@ $$;
 -- Promise: true for every post behind that number, and for a log that has become shorter. Not for one that was replaced by
 --   another as long, for what was pruned, or for a new epoch: ask peek for these now and then.
 create function doorbell.heads_moved(channel_ids bigint[], heads bigint[]) returns boolean
-language plpgsql stable security definer set enable_seqscan = off
+language plpgsql stable security definer set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   for i in 1 .. coalesce(pg_catalog.cardinality(channel_ids), 0) loop
@@ -878,7 +895,7 @@ $$;
 -- Whether the handle has a cursor on the channel that stands before up_to. A function, so that its tables are opened only
 -- for a channel that was pruned.
 create function doorbell._is_behind(handle text, channel_id bigint, up_to bigint) returns boolean
-language plpgsql stable set search_path = pg_catalog, pg_temp
+language plpgsql stable set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 begin
   return exists (

@@ -42,7 +42,7 @@ create function doorbell._prunable(
   out held_at bigint,
   out held_because text
 )
-language plpgsql stable set search_path = pg_catalog, pg_temp
+language plpgsql stable set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_old constant timestamptz := clock_timestamp() - keep;
@@ -190,7 +190,8 @@ create function doorbell.prune(
   out held_because text,
   out lost_by text[]
 )
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_wanted constant text := channel;
@@ -363,7 +364,8 @@ $$;
 -- Promise: the cursor then stands before the first kept message, and moves no further.
 -- Locks: the cursor row. Errors: RB001, RB002, RB003.
 create function doorbell.skip_pruned(handle text, channel text) returns bigint
-language plpgsql volatile security definer set search_path = pg_catalog, pg_temp set lock_timeout = '5s'
+language plpgsql volatile security definer
+set search_path = pg_catalog, pg_temp set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_id bigint;
