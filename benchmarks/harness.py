@@ -46,7 +46,7 @@ class Size:
     posters: int = 8
     waits: int = 100
     bells: int = 200
-    idle: float = 15.0
+    idle: float = 20.0  # whole rounds of watch.WHOLE: what a session at rest has run is counted when it looks at everything
     settle: float = 11.0  # a session that falls idle reports its last transactions to the statistics after 10 s
     starts: int = 7
     few: int = 10_000

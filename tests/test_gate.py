@@ -13,7 +13,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from doorbell_postgres import DoorbellError, LogRewound, migrate, watch
+from doorbell_postgres import DoorbellError, LogRewound, calls, migrate, watch
 from support import Api, Processes, aio, backends, background, bell_is_waiting, eventually, open_api
 from support.cluster import Cluster
 from support.proxy import Proxy
@@ -278,6 +278,61 @@ def test_a_bell_that_waits_finds_what_has_no_new_head(
         sql("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'doorbell'")
     with pytest.raises(LogRewound):
         waiting.result(20)
+
+
+def test_a_poll_looks_where_anything_has_committed_since_the_last_one(sql: Sql, connect: Connect) -> None:
+    """The server does not look again for the same questions from the same snapshot, and no commit leaves that as it was."""
+    client, poster = connect(autocommit=True), connect()
+    ((posted,),) = sql("select channel_id from doorbell.post('events', 'b', 'ci')")
+
+    def poll(floor: int, since: str | None) -> str | None:
+        call = calls.unmoved([calls.Question("worker", posted, floor, None, "")], since)
+        return call.read(client.execute(call.sql, call.params).fetchall())
+
+    snapshot = poll(1, None)
+    assert snapshot is not None
+    assert poll(0, None) is None
+    assert poll(0, snapshot) == snapshot, "it has looked"
+    for seq, post in enumerate(
+        (
+            "select doorbell.post('events', 'b', 'ci')",
+            "savepoint s; select doorbell.post('events', 'b', 'ci'); release s",
+            "set local synchronous_commit = off; select doorbell.post('events', 'b', 'ci')",
+        ),
+        2,
+    ):
+        snapshot = poll(seq - 1, None)
+        poster.execute(post.encode())
+        assert poll(seq - 1, snapshot) is not None, "not committed yet"
+        snapshot = poll(seq - 1, None)
+        poster.commit()
+        assert poll(seq - 1, snapshot) is None, post
+    sql("select doorbell.post('events', 'b', 'ci')")
+    with connect() as older:
+        older.execute("select pg_current_xact_id()")
+        snapshot = poll(5, None)
+        sql("select doorbell.post('events', 'b', 'ci')")
+        assert poll(5, snapshot) is None, "behind an older transaction"
+
+
+def test_a_poll_for_some_bells_does_not_stand_for_others(api: Api, bus: Any, sql: Sql, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody has announced is found by the bell's own poll, also where others have polled since."""
+    monkeypatch.setattr(watch, "WHOLE", NEVER)
+    for name in ("often", "seldom"):
+        bus.subscribe(name, name)
+    often = api.Doorbell(bus, "often", poll_interval=0.02)
+    seldom = api.Doorbell(bus, "seldom", poll_interval=1.0)
+    waiting = background(often.wait, 60)
+    for _ in range(4):
+        ring = background(seldom.wait, 30)
+        eventually(lambda: held(sql) == [(CHANNEL, "ShareLock")] * 2)
+        for _ in range(40):  # until most polls are for the other alone
+            before = bus.listener.scanned
+            eventually(lambda before=before: bus.listener.scanned != before)
+        sql("select doorbell.post('seldom', 'b', 'ci')")
+        assert ring.result(20) is not None
+    often.close()
+    assert waiting.result(5) is None
 
 
 def test_keys_go_when_wait_returns(api: Api, open_bus: OpenBus, sql: Sql) -> None:

@@ -18,7 +18,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from doorbell_postgres import DatabaseUnavailable, OutcomeUnknown, migrate
+from doorbell_postgres import DatabaseUnavailable, OutcomeUnknown, migrate, watch
 from doorbell_postgres.contract import Draft
 from support import Api, Processes, backends, background, bell_is_waiting, eventually, open_api
 from support.cluster import Cluster, Node
@@ -346,11 +346,12 @@ def test_listener_killed_again_and_again(api: Api, dsn: str, bus: Any, sql: Sql,
     assert heard["files"] < 40
 
 
-def test_listen_is_refused_by_a_standby(api: Api, caplog: pytest.LogCaptureFixture) -> None:
+def test_listen_is_refused_by_a_standby(api: Api, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """LISTEN is refused during recovery. A waiter that was pointed at a hot standby fails in a loop, or never rings.
 
     A bell whose LISTEN is refused polls, says so once, and rings: everything that it does is reading.
     """
+    monkeypatch.setattr(watch, "WHOLE", 60.0)
     with Cluster() as cluster:
         cluster.primary.sql("create database doorbell")
         migrate.upgrade(cluster.primary.dsn("doorbell"))
@@ -368,6 +369,19 @@ def test_listen_is_refused_by_a_standby(api: Api, caplog: pytest.LogCaptureFixtu
                     assert event.seq == seq
                 assert bus.listener.kind == "polling"
                 assert "recovery" in str(bus.listener.reason)
+                # A standby's snapshot does not name what is under way: between an older and a newer transaction, a commit
+                # leaves it as it was.
+                with psycopg.connect(cluster.primary.dsn("doorbell")) as older:
+                    older.execute("select pg_current_xact_id()")
+                    with poster.transaction() as conn:
+                        poster.post("events", "in between", sender="ci", conn=conn)
+                        poster.subscribe("newer", "elsewhere")
+                        eventually(lambda: standby.sql("select 1 from doorbell.cursor where handle = 'newer'", dbname="doorbell"))
+                        ring = background(bell.wait, 60)
+                        for _ in range(8):  # until it polls, and has polled since the last commit
+                            before = bus.listener.scanned
+                            eventually(lambda before=before: bus.listener.scanned != before)
+                    assert ring.result(10) is not None
     warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(warnings) == 1, [r.getMessage() for r in warnings]
 

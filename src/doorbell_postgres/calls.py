@@ -573,10 +573,19 @@ def bell_floors(handle: str) -> Call[list[Floor]]:
     )
 
 
-def heads_moved(questions: Sequence[Question]) -> Call[bool]:
-    """Whether any of these channels has another newest message than the one looked at: what bells at rest ask."""
+def unmoved(questions: Sequence[Question], since: str | None) -> Call[str | None]:
+    """What bells at rest ask: the snapshot in which all these channels end with the message looked at; None, if one does not.
+
+    Where the snapshot is still `since`, the answer to the same questions, the server does not look: what has committed makes
+    it another one. Not so on a standby, where it does not name all that is under way.
+    """
     channel_ids, floors = [q.channel_id for q in questions], [q.floor for q in questions]
-    return Call("select doorbell.heads_moved(%s::bigint[], %s::bigint[])", (_literal(channel_ids), _literal(floors)), read_one)
+    return Call(
+        "select case when pg_current_snapshot()::text = %s::text and not pg_is_in_recovery()"
+        " or not doorbell.heads_moved(%s::bigint[], %s::bigint[]) then pg_current_snapshot()::text end",
+        (since, _literal(channel_ids), _literal(floors)),
+        read_one,
+    )
 
 
 def _literal(values: Iterable[object]) -> str:

@@ -24,7 +24,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.waiting import Ready, Wait
 
 from doorbell_postgres import calls, watch, wire
-from doorbell_postgres.calls import Call, News
+from doorbell_postgres.calls import Call, News, Question
 from doorbell_postgres.direct import Direct
 from doorbell_postgres.watch import ListenerState, Outcome, Status, Watch, Watchlist
 
@@ -39,6 +39,7 @@ class Wire(Direct):
     patience: float = watch.PATIENCE
     heard: list[bytes]
     armed: set[int]
+    unmoved: tuple[list[Question], str | None]
     keep_at: float
     refusals: int
 
@@ -274,6 +275,7 @@ class Listener:
             connection.patience = watch.MOST_PATIENCE
             connection.heard = []
             connection.armed = set()
+            connection.unmoved = [], None
             connection.keep_at, connection.refusals = 0.0, 0
             # Notifications that come with the answer of a query, not while waiting for one.
             connection.add_notify_handler(lambda note: connection.heard.append(note.payload.encode()))
@@ -407,7 +409,7 @@ class Listener:
             if look == "expecting" and len(questions) == 1:
                 next_one = self._execute(connection, calls.glance(questions[0], preview=preview))
                 news = [next_one] if next_one else []
-            if questions and not news and (look != "heads" or self._execute(connection, calls.heads_moved(questions))):
+            if questions and not news and (look != "heads" or self._moved(connection, questions)):
                 news = self._execute(connection, calls.peek(questions, preview=preview))
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):
@@ -434,6 +436,13 @@ class Listener:
         if rang:
             time.sleep(watch.MAKE_WAY)
             self._on_news()
+
+    def _moved(self, connection: Wire, questions: list[Question]) -> bool:
+        """Whether a head is another than was looked at."""
+        asked, snapshot = connection.unmoved
+        now = self._execute(connection, calls.unmoved(questions, snapshot if asked == questions else None))
+        connection.unmoved = questions, now
+        return now is None
 
     def _do_jobs(self, connection: Wire) -> None:
         while True:

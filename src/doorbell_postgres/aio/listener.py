@@ -20,7 +20,7 @@ from psycopg.pq import TransactionStatus
 from psycopg.waiting import Ready, Wait
 
 from doorbell_postgres import calls, watch, wire
-from doorbell_postgres.calls import Call, News
+from doorbell_postgres.calls import Call, News, Question
 from doorbell_postgres.watch import ListenerState, Outcome, Status, Watch, Watchlist
 
 T = TypeVar("T")
@@ -76,6 +76,7 @@ class Wire(psycopg.AsyncConnection[tuple[Any, ...]]):
     patience: float = watch.PATIENCE
     heard: list[bytes]
     armed: set[int]
+    unmoved: tuple[list[Question], str | None]
     keep_at: float
     refusals: int
 
@@ -268,6 +269,7 @@ class Listener:
         try:
             heard = connection.heard = []
             connection.armed = set()
+            connection.unmoved = [], None
             connection.keep_at, connection.refusals = 0.0, 0
             connection.patience = watch.MOST_PATIENCE  # one that is slow has others dialling beside it
             # Notifications that come with the answer of a query, not while waiting for one.
@@ -397,7 +399,7 @@ class Listener:
             if look == "expecting" and len(questions) == 1:
                 next_one = await self._execute(connection, calls.glance(questions[0], preview=preview))
                 news = [next_one] if next_one else []
-            if questions and not news and (look != "heads" or await self._execute(connection, calls.heads_moved(questions))):
+            if questions and not news and (look != "heads" or await self._moved(connection, questions)):
                 news = await self._execute(connection, calls.peek(questions, preview=preview))
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):
@@ -421,6 +423,13 @@ class Listener:
             self._fresh.discard(each)
         if rang:
             self._on_news()
+
+    async def _moved(self, connection: Wire, questions: list[Question]) -> bool:
+        """Whether a head is another than was looked at."""
+        asked, snapshot = connection.unmoved
+        now = await self._execute(connection, calls.unmoved(questions, snapshot if asked == questions else None))
+        connection.unmoved = questions, now
+        return now is None
 
     async def _do_jobs(self, connection: Wire) -> None:
         while self._jobs:
