@@ -163,18 +163,24 @@ $$;
 create function doorbell._lock_cursors(turn_channel_id bigint, turn_id bigint) returns bigint[]
 language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
 as $$
+declare
+  v_handle constant text := (
+    select t.handle from doorbell.turn as t where t.channel_id = turn_channel_id and t.id = _lock_cursors.turn_id);
+  v_channel bigint;
+  v_locked bigint[] := '{}';
 begin
-  return array(
-    select cu.channel_id
-    from doorbell.cursor as cu
-    where cu.channel_id = any (array(
-        select d.channel_id
-        from doorbell.delivery as d
-        where d.turn_channel_id = _lock_cursors.turn_channel_id and d.turn_id = _lock_cursors.turn_id))
-      and cu.handle = (
-        select t.handle from doorbell.turn as t where t.channel_id = turn_channel_id and t.id = _lock_cursors.turn_id)
-    order by cu.channel_id
-    for no key update);
+  for v_channel in
+    select distinct d.channel_id
+    from doorbell.delivery as d
+    where d.turn_channel_id = _lock_cursors.turn_channel_id and d.turn_id = _lock_cursors.turn_id
+    order by d.channel_id
+  loop
+    perform from doorbell.cursor as cu where cu.channel_id = v_channel and cu.handle = v_handle for no key update;
+    if found then
+      v_locked := v_locked || v_channel;
+    end if;
+  end loop;
+  return v_locked;
 end
 $$;
 
@@ -235,8 +241,8 @@ begin
   then
     delete from doorbell.delivery as d
       where d.turn_channel_id = _settle.turn_channel_id and d.turn_id = _settle.turn_id
-        and exists (select from doorbell.cursor as cu
-                    where cu.channel_id = d.channel_id and cu.handle = d.handle and cu.acked_seq >= d.seq);
+        and d.seq <= (
+          select cu.acked_seq from doorbell.cursor as cu where cu.channel_id = d.channel_id and cu.handle = d.handle);
     update doorbell.delivery as d
       set settled = true
       where d.turn_channel_id = _settle.turn_channel_id and d.turn_id = _settle.turn_id and not d.settled;
@@ -338,7 +344,9 @@ begin
   select c.id, m.seq, m.headers ->> 'event-id', m.idempotency_key, m.created_at
     into v_channel, v_read, v_header, v_key, v_posted_at
     from doorbell.channel as c
-    left join doorbell.message as m on m.channel_id = c.id and m.seq = admit.seq
+    left join lateral (
+      select * from doorbell.message as n where n.channel_id = c.id and n.seq = admit.seq offset 0
+    ) as m on true
     where c.name = admit.channel;
   if not found then
     perform doorbell._refuse_channel(channel);
@@ -814,7 +822,7 @@ begin
   perform doorbell._advance(handle, v_channel, null, null);
   delete from doorbell.delivery as d
     where d.channel_id = v_channel and d.handle = settle_delivery.handle and d.seq = settle_delivery.seq and d.settled
-      and exists (select from doorbell.cursor as cu
-                  where cu.channel_id = d.channel_id and cu.handle = d.handle and cu.acked_seq >= d.seq);
+      and d.seq <= (
+          select cu.acked_seq from doorbell.cursor as cu where cu.channel_id = d.channel_id and cu.handle = d.handle);
 end
 $$;

@@ -12,8 +12,9 @@
 -- Names.    A function pins its search_path, or is bound to what it names when it is made (return). A pin is paid for in
 --           every call, so what every post, ack and poll calls writes all names in full instead, operators too.
 -- Plans.    A session keeps the plan of a statement, and one that was made while a table was small reads all of it once it is
---           large. So functions that look up a few rows pin enable_seqscan and enable_bitmapscan off; those that may want
---           many rows are planned anew in each call (plan_cache_mode).
+--           large. So functions that look up a few rows pin enable_seqscan and enable_bitmapscan off, and where they look up
+--           rows for rows, do so in a subquery that cannot be turned into a join (offset 0); those that may want many rows
+--           are planned anew in each call (plan_cache_mode). None gains by jit, which a wrong estimate would turn on.
 -- Errors.   RB001 bad input, RB002 unknown channel, RB003 not subscribed, RB004 ack beyond head, RB005 the log rewound,
 --           RB006 retention was forced past the cursor (operations.sql), RB008 the outcome is not known (combining.sql).
 --           Each comes with what was expected and what to do.
@@ -530,9 +531,8 @@ begin
     case when up_to is null then 'up_to is null' when up_to < 0 then format('up_to is %s; it is 0 or more', up_to) end);
 
   -- Before the cursor: prune passes no cursor unforced, so what it had removed by now is behind a cursor that is read later.
-  select c.id, p.up_to into v_id, v_gone
+  select c.id, (select p.up_to from doorbell.pruned as p where p.channel_id = c.id) into v_id, v_gone
     from doorbell.channel as c
-    left join doorbell.pruned as p on p.channel_id = c.id
     where c.name = _ack.channel;
   if not found then
     perform doorbell._refuse_channel(channel);
@@ -599,7 +599,7 @@ create function doorbell.unacked(
   max_bytes bigint default null
 ) returns table (channel text, seq bigint, sender text, body text, headers jsonb, idempotency_key text, created_at timestamptz)
 language plpgsql stable security definer set search_path = pg_catalog, pg_temp
-  set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off
+  set plan_cache_mode = force_generic_plan set enable_seqscan = off set enable_bitmapscan = off set jit = off
 as $$
 declare
   v_cursor record;
@@ -610,11 +610,11 @@ declare
   v_size bigint;
 begin
   for v_cursor in
-    select c.id, c.name, case when c.name = after_channel then greatest(cu.acked_seq, after_seq) else cu.acked_seq end as floor,
-           cu.acked_seq, p.up_to
+    select cu.channel_id as id, c.name, cu.acked_seq,
+           case when c.name = after_channel then greatest(cu.acked_seq, after_seq) else cu.acked_seq end as floor,
+           (select p.up_to from doorbell.pruned as p where p.channel_id = cu.channel_id) as up_to
     from doorbell.cursor as cu
-    join doorbell.channel as c on c.id = cu.channel_id
-    left join doorbell.pruned as p on p.channel_id = c.id
+    cross join lateral (select d.name from doorbell.channel as d where d.id = cu.channel_id offset 0) as c
     where cu.handle = unacked.handle and (after_channel is null or c.name >= after_channel)
     order by c.name
   loop
@@ -694,11 +694,11 @@ $$;
 
 -- The names of the channels that the handle is subscribed to, in code point order.
 create function doorbell.subscriptions(handle text) returns setof text
-language sql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
+language sql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off set jit = off
 as $$
   select c.name
   from doorbell.cursor as cu
-  join doorbell.channel as c on c.id = cu.channel_id
+  cross join lateral (select d.name from doorbell.channel as d where d.id = cu.channel_id offset 0) as c
   where cu.handle = subscriptions.handle
   order by c.name
 $$;
@@ -728,7 +728,7 @@ create function doorbell.backlog_of(handle text default null)
 returns table (
   handle_name text, channel text, head bigint, acked_seq bigint, unacked bigint, oldest_unacked_at timestamptz, last_acked_at timestamptz, lost bigint
 )
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp set plan_cache_mode = force_custom_plan
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set plan_cache_mode = force_custom_plan set jit = off
 as $$
 begin
   return query
@@ -762,15 +762,15 @@ $$;
 -- head, and the store's epoch, by channel name.
 create function doorbell.bell_floors(handle text)
 returns table (channel_id bigint, channel text, floor bigint, floor_at timestamptz, head bigint, epoch uuid)
-language plpgsql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
+language plpgsql stable security definer set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off set jit = off
 as $$
 begin
   return query
-    select c.id, c.name, cu.acked_seq,
-           (select m.created_at from doorbell.message as m where m.channel_id = c.id and m.seq = cu.acked_seq),
-           doorbell._head(c.id), e.epoch
+    select cu.channel_id, c.name, cu.acked_seq,
+           (select m.created_at from doorbell.message as m where m.channel_id = cu.channel_id and m.seq = cu.acked_seq),
+           doorbell._head(cu.channel_id), e.epoch
     from doorbell.cursor as cu
-    join doorbell.channel as c on c.id = cu.channel_id
+    cross join lateral (select d.name from doorbell.channel as d where d.id = cu.channel_id offset 0) as c
     join doorbell.meta as e on e.only_row
     where cu.handle = bell_floors.handle
     order by c.name;
@@ -810,8 +810,9 @@ begin
       select m.epoch <> epochs[least(w.n, cardinality(epochs))] as is_new from doorbell.meta as m where m.only_row
     ) as e
     cross join lateral (select doorbell._head(w.channel_id) as seq) as h
-    left join doorbell.message as f
-      on f.channel_id = w.channel_id and f.seq = w.floor
+    left join lateral (
+      select g.created_at from doorbell.message as g where g.channel_id = w.channel_id and g.seq = w.floor offset 0
+    ) as f on true
     left join lateral (
       select o.seq, o.sender, o.body, o.created_at
       from doorbell.message as o
@@ -823,10 +824,11 @@ begin
     ) as m on h.seq > w.floor
     left join lateral (
       select cu.acked_seq, p.up_to
-      from doorbell.pruned as p
-      join doorbell.cursor as cu on cu.channel_id = p.channel_id and cu.acked_seq < p.up_to
-      where p.channel_id = w.channel_id and cu.handle = w.handle
-      limit 1
+      from (select up_to from doorbell.pruned where pruned.channel_id = w.channel_id offset 0) as p
+      cross join lateral (
+        select c.acked_seq from doorbell.cursor as c where c.channel_id = w.channel_id and c.handle = w.handle offset 0
+      ) as cu
+      where cu.acked_seq < p.up_to
     ) as l on true
     where h.seq <> w.floor or f.created_at <> w.floor_at or e.is_new or l.up_to is not null
     order by w.n;

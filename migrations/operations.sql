@@ -165,6 +165,15 @@ begin
 end
 $$;
 
+-- Removes staged posts that nobody waits for any more. All of them are read: they are few, and no index says when they expire.
+create function doorbell._drop_expired() returns void
+language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = on
+as $$
+begin
+  delete from doorbell.staged as s where s.expires_at < clock_timestamp() - interval '1 minute';
+end
+$$;
+
 -- Removes one batch of messages from the beginning of one channel: the named one or, without a name, the first in name order
 -- that has something to remove. Call it again while more is true.
 --
@@ -211,7 +220,7 @@ begin
   removed := 0;
   more := false;
   -- What sessions that died while they posted have left behind.
-  delete from doorbell.staged as s where s.expires_at < clock_timestamp() - interval '1 minute';
+  perform doorbell._drop_expired();
   if v_wanted is not null and not exists (select from doorbell.channel as c where c.name = v_wanted) then
     perform doorbell._refuse_channel(v_wanted);
   end if;

@@ -234,7 +234,7 @@ def test_what_pins_no_search_path_writes_every_name_in_full(sql: Sql) -> None:
 
 
 # Of the operator, who runs them seldom and wants most rows of a table.
-READ_WHOLE_TABLES = {"_prunable", "channel_names", "prune_plan", "prune_turns"}
+READ_WHOLE_TABLES = {"_drop_expired", "_prunable", "channel_names", "prune_plan", "prune_turns"}
 
 
 def test_every_function_that_looks_up_rows_does_not_depend_on_when_it_was_planned(sql: Sql) -> None:
@@ -874,3 +874,48 @@ def test_no_call_reads_the_whole_log(sql: Sql, connect: Connect, planned: str) -
         assert probed() - probes < 1000, f"{name} reads a whole index"
     client.execute("select count(body) from doorbell.message")
     assert read() != before, "this test would not notice"
+
+
+@pytest.mark.parametrize("handles", [1, 60])
+def test_no_call_reads_all_channels_or_all_cursors(sql: Sql, connect: Connect, handles: int) -> None:
+    """20,000 channels, all pruned and all read by one handle; planned when there was one channel, and that was known."""
+    client = connect(autocommit=True)
+    calls = {
+        "ack again": "select doorbell.ack('worker', 'events', 1)",
+        "acked_seq": PLANNED["acked_seq"],
+        "admit": "select doorbell.admit('worker', 'events', 1)",
+        "bell_floors": PLANNED["bell_floors"],
+        "peek": PLANNED["peek"],
+        "subscribe": "select doorbell.subscribe('worker', 'events')",
+        "subscriptions": PLANNED["subscriptions"],
+        "unacked": "select * from doorbell.unacked('worker')",
+        "unacked behind": "select * from doorbell.unacked('worker', 'events', 1)",
+        "unacked_count": PLANNED["unacked_count"],
+    }
+
+    def pages(call: str, *args: Any) -> int:
+        ((plan,),) = client.execute("explain (analyze, buffers, format json) " + call, args or None).fetchall()
+        return int(plan[0]["Plan"]["Shared Hit Blocks"] + plan[0]["Plan"]["Shared Read Blocks"])
+
+    def finish() -> int:
+        ((seq,),) = client.execute("select seq from doorbell.post('events', 'b', 'ci')").fetchall()
+        admit = "select turn_channel_id, turn_id, attempt from doorbell.admit('all', 'events', %s)"
+        return pages("select doorbell.finish_turn(%s, %s, %s)", *client.execute(admit, [seq]).fetchone())
+
+    sql("select doorbell.post('events', 'b', 'ci')")
+    for handle in ["worker", "all", *(f"other {n}" for n in range(handles - 1))]:
+        sql("select doorbell.subscribe(%s, 'events', 'start')", handle)
+    sql("vacuum analyze")
+    for _ in range(8):  # plpgsql settles on a generic plan after five
+        for call in calls.values():
+            pages(call)
+        finish()
+    sql("""
+        insert into doorbell.channel (name) select 'a ' || n from generate_series(1, 20000) as n;
+        insert into doorbell.message select id, 1, 'ci', 'b', '{}', null, now() from doorbell.channel where name like 'a %%';
+        insert into doorbell.pruned (channel_id, up_to) select id, 1 from doorbell.channel where name like 'a %%';
+        insert into doorbell.cursor (channel_id, handle, acked_seq) select id, 'all', 1 from doorbell.channel where name like 'a %%';
+    """)
+    read = {name: pages(call) for name, call in calls.items()} | {"finish": finish()}
+    assert max(read.values()) < 300, read
+    assert pages("select count(*) from doorbell.unacked('all')") > 20_000, "this test would not notice"

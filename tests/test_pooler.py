@@ -15,8 +15,10 @@ from typing import Any
 import psycopg
 import pytest
 
+from doorbell_postgres import migrate, watch
 from doorbell_postgres.errors import TurnLost
 from support import Api, TestServer, background, eventually
+from support.cluster import Cluster
 from support.pooler import Pooler, find
 from support.processes import plain_environment
 
@@ -235,3 +237,39 @@ def test_the_contract_holds_behind_a_pooler(server: TestServer, pooler: Pooler, 
     assert passed is not None
     assert int(passed[1]) >= at_least
     assert os.path.exists(pooler.directory)
+
+
+@pytest.mark.slow
+def test_a_bell_rings_after_a_crash_that_its_connection_outlives(api: Api, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a crash loses may come again with another content: a rollback takes a transaction's number, and the next life of the
+    server gives it to a post. Then the snapshot reads as before, and must not be taken for the same one."""
+    monkeypatch.setattr(watch, "WHOLE", 60.0)
+    with Cluster(fsync="on", full_page_writes="on", wal_writer_delay="10s") as cluster:
+        node = cluster.primary
+        node.sql("create database doorbell")
+        dsn = node.dsn("doorbell")
+        migrate.upgrade(dsn)
+        with Pooler(dsn, size=2) as pooler, api.MessageBus(pooler.dsn(dsn)) as bus:
+            bus.subscribe("worker", "events")
+            for attempt in range(8):
+                node.sql("checkpoint")
+                ring = background(api.Doorbell(bus, "worker", poll_interval=3.0).wait, 60)
+                for _ in range(9):  # until it polls so seldom that there is time for a crash in between
+                    scanned = bus.listener.scanned
+                    eventually(lambda scanned=scanned: bus.listener.scanned != scanned)
+                with psycopg.connect(dsn) as other:
+                    other.execute("select pg_current_xact_id()")
+                    other.rollback()
+                ((before,),) = node.sql("select pg_current_snapshot()::text", dbname="doorbell")
+                scanned = bus.listener.scanned
+                eventually(lambda scanned=scanned: bus.listener.scanned != scanned)
+                node.kill()
+                node.start()
+                node.sql("select doorbell.post('events', 'b', 'ci')", dbname="doorbell")
+                ((after,),) = node.sql("select pg_current_snapshot()::text", dbname="doorbell")
+                event = ring.result(20)
+                assert event is not None
+                node.sql("select doorbell.ack('worker', 'events', %s)", event.seq, dbname="doorbell")
+                if before == after:
+                    return
+        raise AssertionError(f"no snapshot came again in {attempt + 1} crashes")

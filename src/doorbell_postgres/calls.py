@@ -576,8 +576,8 @@ def bell_floors(handle: str) -> Call[list[Floor]]:
 def unmoved(questions: Sequence[Question], since: str | None) -> Call[str | None]:
     """What bells at rest ask: the snapshot in which all these channels end with the message looked at; None, if one does not.
 
-    Where the snapshot is still `since`, the answer to the same questions, the server does not look: what has committed makes
-    it another one. Not so on a standby, where it does not name all that is under way.
+    Where the snapshot is still `since`, the answer to the same questions in the same session, the server does not look: what
+    has committed makes it another one. Not so on a standby, where it does not name all that is under way.
     """
     channel_ids, floors = [q.channel_id for q in questions], [q.floor for q in questions]
     return Call(

@@ -440,7 +440,9 @@ class Listener:
     def _moved(self, connection: Wire, questions: list[Question]) -> bool:
         """Whether a head is another than was looked at."""
         asked, snapshot = connection.unmoved
-        now = self._execute(connection, calls.unmoved(questions, snapshot if asked == questions else None))
+        # Behind a pooler the server may crash unnoticed, and then give the same snapshot another content.
+        since = snapshot if asked == questions and not wire.is_pooled(connection) else None
+        now = self._execute(connection, calls.unmoved(questions, since))
         connection.unmoved = questions, now
         return now is None
 
