@@ -912,9 +912,10 @@ def test_no_call_reads_all_channels_or_all_cursors(sql: Sql, connect: Connect, h
         finish()
     sql("""
         insert into doorbell.channel (name) select 'a ' || n from generate_series(1, 20000) as n;
-        insert into doorbell.message select id, 1, 'ci', 'b', '{}', null, now() from doorbell.channel where name like 'a %%';
-        insert into doorbell.pruned (channel_id, up_to) select id, 1 from doorbell.channel where name like 'a %%';
-        insert into doorbell.cursor (channel_id, handle, acked_seq) select id, 'all', 1 from doorbell.channel where name like 'a %%';
+        insert into doorbell.message select id, 1, 'ci', 'b', '{}', null, now() from doorbell.channel where name like 'a %';
+        insert into doorbell.pruned (channel_id, up_to) select id, 1 from doorbell.channel where name like 'a %';
+        insert into doorbell.cursor (channel_id, handle, acked_seq)
+          select id, 'all', 1 from doorbell.channel where name like 'a %';
     """)
     read = {name: pages(call) for name, call in calls.items()} | {"finish": finish()}
     assert max(read.values()) < 300, read
