@@ -252,23 +252,29 @@ begin
     perform set_config('lock_timeout', lock_timeout_ms::text, true);
   end if;
 
+  posted := false;
+  armed := false;
   if idempotency_key is not null then
     channel_id := (select c.id from doorbell.channel as c where c.name = channel);
     seq := doorbell._seq_of(channel_id, idempotency_key);
-  end if;
-  if seq is null then
-    channel_id := doorbell._lock_channel(channel);
-    if idempotency_key is not null then
-      seq := doorbell._seq_of(channel_id, idempotency_key);  -- a rival may have posted it while this one waited
-    end if;
-  end if;
-  if seq is not null then
-    posted := false;
-    armed := false;
     select m.created_at, m.sender, m.body, m.headers into created_at, original_sender, original_body, original_headers
       from doorbell.message as m
       where m.channel_id = post.channel_id and m.seq = post.seq;
-    return;
+    if found then  -- not so where prune has come in between
+      return;
+    end if;
+  end if;
+
+  channel_id := doorbell._lock_channel(channel);
+  -- Under the lock, in new statements and so with new snapshots: the locking statement's own would be from before the wait.
+  if idempotency_key is not null then
+    seq := doorbell._seq_of(channel_id, idempotency_key);
+    select m.created_at, m.sender, m.body, m.headers into created_at, original_sender, original_body, original_headers
+      from doorbell.message as m
+      where m.channel_id = post.channel_id and m.seq = post.seq;
+    if found then
+      return;
+    end if;
   end if;
   insert into doorbell.message as m (channel_id, seq, sender, body, headers, idempotency_key, created_at)
     values (post.channel_id, doorbell._head(post.channel_id) + 1, post.sender, post.body, post.headers, post.idempotency_key,

@@ -121,6 +121,28 @@ def test_an_unfinished_turn_holds_prune_also_when_it_is_forced(sql: Sql, open_bu
     assert not sql("select * from doorbell.violations")
 
 
+def test_a_key_that_is_pruned_while_it_is_looked_up_is_a_new_one(sql: Sql, connect: Connect) -> None:
+    """The original is found by its key, and is gone before it is read."""
+    sql("""
+        create or replace function doorbell._seq_of(channel_id bigint, idempotency_key text) returns bigint language plpgsql as $$
+        declare v_seq constant bigint := (
+          select m.seq from doorbell.message as m where (m.channel_id, m.idempotency_key) = ($1, $2));
+        begin
+          perform pg_advisory_xact_lock_shared(1);
+          return v_seq;
+        end $$
+    """)
+    sql("select doorbell.post('events', 'old', 'ci', 'key'), doorbell.post('events', 'newest', 'ci')")
+    gate = connect()
+    gate.execute("select pg_advisory_xact_lock(1)")
+    again = "select seq, posted, created_at is not null, original_body from doorbell.post('events', 'new', 'ci', 'key')"
+    post = background(connect(autocommit=True).execute, again)
+    waiting_in_database(sql)
+    assert prune(sql)[:2] == ("events", 1)
+    gate.rollback()
+    assert post.result(10).fetchall() == [(3, True, True, None)]
+
+
 def test_turns_that_ended_are_pruned_after_the_key_window_with_what_belongs_to_them(sql: Sql) -> None:
     sql("select doorbell.subscribe('worker', 'events')")
     posted(sql, "events", 4)
