@@ -166,6 +166,7 @@ end
 $$;
 
 -- Removes staged posts that nobody waits for any more. All of them are read: they are few, and no index says when they expire.
+-- The pin undoes that of prune, which calls this.
 create function doorbell._drop_expired() returns void
 language plpgsql volatile set search_path = pg_catalog, pg_temp set enable_seqscan = on
 as $$

@@ -234,11 +234,11 @@ def test_what_pins_no_search_path_writes_every_name_in_full(sql: Sql) -> None:
 
 
 # Of the operator, who runs them seldom and wants most rows of a table.
-READ_WHOLE_TABLES = {"_drop_expired", "_prunable", "channel_names", "prune_plan", "prune_turns"}
+READ_WHOLE_TABLES = {"_drop_expired", "channel_names", "prune_plan", "prune_turns"}
 
 
 def test_every_function_that_looks_up_rows_does_not_depend_on_when_it_was_planned(sql: Sql) -> None:
-    grows = r"doorbell\.(backlog|channel|cursor|delivery|message|reservation|staged|turn|turn_step)\b"
+    grows = r"doorbell\.(backlog|channel|cursor|delivery|message|pruned|reservation|staged|turn|turn_step)\b"
     pinned = {"enable_seqscan=off", "enable_bitmapscan=off"}
     looks_up = [(f, config) for f, name, _, _, _, config, source in sql(FUNCTIONS)
                 if re.search(grows, re.sub("--[^\n]*", "", source)) and name not in READ_WHOLE_TABLES]  # fmt: skip

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from doorbell_postgres import DoorbellError, LogRewound, calls, migrate, watch
-from support import Api, Processes, aio, backends, background, bell_is_waiting, eventually, open_api
+from support import Api, Processes, aio, backends, background, bell_is_waiting, eventually, open_api, scanned
 from support.cluster import Cluster
 from support.proxy import Proxy
 
@@ -326,9 +326,7 @@ def test_a_poll_for_some_bells_does_not_stand_for_others(api: Api, bus: Any, sql
     for _ in range(4):
         ring = background(seldom.wait, 30)
         eventually(lambda: held(sql) == [(CHANNEL, "ShareLock")] * 2)
-        for _ in range(40):  # until most polls are for the other alone
-            before = bus.listener.scanned
-            eventually(lambda before=before: bus.listener.scanned != before)
+        scanned(bus, 40)  # most polls are for the other alone
         sql("select doorbell.post('seldom', 'b', 'ci')")
         assert ring.result(20) is not None
     often.close()

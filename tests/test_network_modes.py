@@ -20,7 +20,7 @@ from psycopg.conninfo import make_conninfo
 
 from doorbell_postgres import DatabaseUnavailable, OutcomeUnknown, migrate, watch
 from doorbell_postgres.contract import Draft
-from support import Api, Processes, backends, background, bell_is_waiting, eventually, open_api
+from support import Api, Processes, backends, background, bell_is_waiting, eventually, open_api, scanned
 from support.cluster import Cluster, Node
 from support.proxy import Proxy
 
@@ -378,9 +378,7 @@ def test_listen_is_refused_by_a_standby(api: Api, caplog: pytest.LogCaptureFixtu
                         poster.subscribe("newer", "elsewhere")
                         eventually(lambda: standby.sql("select 1 from doorbell.cursor where handle = 'newer'", dbname="doorbell"))
                         ring = background(bell.wait, 60)
-                        for _ in range(8):  # until it polls, and has polled since the last commit
-                            before = bus.listener.scanned
-                            eventually(lambda before=before: bus.listener.scanned != before)
+                        scanned(bus, 8)  # it polls, and has polled since the last commit
                     assert ring.result(10) is not None
     warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(warnings) == 1, [r.getMessage() for r in warnings]

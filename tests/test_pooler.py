@@ -17,7 +17,7 @@ import pytest
 
 from doorbell_postgres import migrate, watch
 from doorbell_postgres.errors import TurnLost
-from support import Api, TestServer, background, eventually
+from support import Api, TestServer, background, eventually, scanned
 from support.cluster import Cluster
 from support.pooler import Pooler, find
 from support.processes import plain_environment
@@ -254,15 +254,12 @@ def test_a_bell_rings_after_a_crash_that_its_connection_outlives(api: Api, monke
             for _crash in range(8):
                 node.sql("checkpoint")
                 ring = background(api.Doorbell(bus, "worker", poll_interval=3.0).wait, 60)
-                for _ in range(9):  # until it polls so seldom that there is time for a crash in between
-                    scanned = bus.listener.scanned
-                    eventually(lambda scanned=scanned: bus.listener.scanned != scanned)
+                scanned(bus, 9)  # it polls so seldom that there is time for a crash in between
                 with psycopg.connect(dsn) as other:
                     other.execute("select pg_current_xact_id()")
                     other.rollback()
                 ((before,),) = node.sql("select pg_current_snapshot()::text", dbname="doorbell")
-                scanned = bus.listener.scanned
-                eventually(lambda scanned=scanned: bus.listener.scanned != scanned)
+                scanned(bus)
                 node.kill()
                 node.start()
                 node.sql("select doorbell.post('events', 'b', 'ci')", dbname="doorbell")

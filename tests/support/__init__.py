@@ -5,7 +5,7 @@ from support.apis import APIS, Api, open_api
 from support.processes import Processes, Worker, run_script
 from support.server import TestServer, choose
 from support.threads import background
-from support.waiting import backends, bell_is_waiting, eventually, waiting_in_database
+from support.waiting import backends, bell_is_waiting, eventually, scanned, waiting_in_database
 
 __all__ = [
     "APIS",
@@ -20,6 +20,7 @@ __all__ = [
     "eventually",
     "open_api",
     "run_script",
+    "scanned",
     "waiting_in_database",
     "workers",
 ]

@@ -27,6 +27,13 @@ def eventually(predicate: Callable[[], T], *, within: float = 10.0, what: str = 
         time.sleep(0.005)
 
 
+def scanned(bus: Any, times: int = 1) -> None:
+    """Wait until the listener of this bus has been answered so many scans more."""
+    for _ in range(times):
+        before = bus.listener.scanned
+        eventually(lambda before=before: bus.listener.scanned != before, what="a scan")
+
+
 def backends(sql: Sql, condition: str = "true", *params: Any) -> list[tuple[int, str, str, str]]:
     """(pid, application_name, state, query) of the other client sessions of this database."""
     return sql(f"{_OTHERS} and ({condition}) order by pid", *params)
