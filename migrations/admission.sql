@@ -816,9 +816,8 @@ begin
     for no key update;
   update doorbell.delivery as d
     set settled = true
-    from doorbell.turn as t
     where d.channel_id = v_channel and d.handle = settle_delivery.handle and d.seq = settle_delivery.seq and not d.settled
-      and t.channel_id = d.turn_channel_id and t.id = d.turn_id and t.state <> 'unfinished';
+      and (select t.state from doorbell.turn as t where t.channel_id = d.turn_channel_id and t.id = d.turn_id) <> 'unfinished';
   perform doorbell._advance(handle, v_channel, null, null);
   delete from doorbell.delivery as d
     where d.channel_id = v_channel and d.handle = settle_delivery.handle and d.seq = settle_delivery.seq and d.settled

@@ -270,13 +270,14 @@ PLANNED = {
     "fail_turn": "select doorbell.fail_turn({turn}, 'e', 'answers', 'n')",
     "release_turn": "select doorbell.release_turn({turn})",
     "settle_delivery": "select doorbell.settle_delivery('worker', 'events', 5)",
+    "abandon_admission": "select doorbell.abandon_admission('worker', 'events', {n} - 1, 1, 0)",
 }
 
 
 @pytest.mark.parametrize("planned", ["while the tables were empty", "while the tables were short", "after an analyze"])
 def test_no_call_reads_a_whole_table(sql: Sql, connect: Connect, planned: str) -> None:
     """20,000 turns here and on another channel, 20,000 settled deliveries there; also with plans from when there was nothing,
-    or little and that was known."""
+    or one turn and that was known."""
     client = connect(autocommit=True)
     number = 20
 
@@ -292,8 +293,7 @@ def test_no_call_reads_a_whole_table(sql: Sql, connect: Connect, planned: str) -
     sql("select doorbell.post_many('keyed', 'ci', array_fill('b'::text, array[200]),"
         " (select array_agg('key ' || n) from generate_series(1, 200) as n))")  # fmt: skip
     if planned == "while the tables were short":
-        for n in range(3, 8):
-            sql("select doorbell.admit('early', 'events', %s), doorbell.admit('early', 'keyed', %s, %s)", n, n, f"id {n}")
+        sql("select doorbell.admit('early', 'events', 3, 'id')")
         sql("vacuum analyze")
     if planned != "after an analyze":
         for _ in range(7):  # plpgsql settles on a generic plan after five
@@ -329,9 +329,11 @@ def test_no_call_reads_a_whole_table(sql: Sql, connect: Connect, planned: str) -
     def most_read(before: dict[str, int]) -> int:
         return max(rows - before[table] for table, rows in read().items())
 
-    for name, call in PLANNED.items():
-        before = read()
-        run(call)
-        assert most_read(before) < 1000, f"{name} reads a whole table, or a whole channel"
+    for session in (client, connect(autocommit=True)):  # the new one plans by the statistics of the short tables
+        client = session
+        for name, call in PLANNED.items():
+            before = read()
+            run(call)
+            assert most_read(before) < 1000, f"{name} reads a whole table, or a whole channel"
     client.execute("select count(error) from doorbell.turn")
     assert most_read(before) >= 20_000, "this test would not notice"
