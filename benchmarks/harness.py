@@ -16,6 +16,7 @@ import traceback
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, Literal, TypeAlias
 
@@ -35,6 +36,7 @@ class Size:
 
     seconds: float = 2.0
     rounds: int = 3
+    turns: int = 4  # in which each side takes its part of a round: the machine has other speeds from second to second
     warm: float = 0.3
     processes: int = 32
     messages: int = 100_000
@@ -62,6 +64,7 @@ FULL = Size()
 TINY = Size(
     seconds=0.1,
     rounds=1,
+    turns=1,
     warm=0.02,
     processes=2,
     messages=300,
@@ -162,6 +165,16 @@ class Sample:
     """One round: what all processes did in it. Each process is a run of calls without a pause: when it began, each latency."""
 
     runs: Sequence[tuple[float, array[float]]]
+
+    @classmethod
+    def of(cls, turns: Sequence[Sample]) -> Sample:
+        """The turns of one round as one."""
+        return cls(
+            [
+                (run[0][0], array("d", chain.from_iterable(part for _, part in run)))
+                for run in zip(*(t.runs for t in turns), strict=True)
+            ]
+        )
 
     @property
     def count(self) -> int:
@@ -303,7 +316,8 @@ class Crew:
 
 
 def alternate(crew: Crew, methods: Sequence[str], size: Size, *, before: str | None = None) -> dict[str, list[Sample]]:
-    """Floor, ours, floor, ours …: `size.rounds` samples of each method, after a short run of each that does not count.
+    """Floor, ours, floor, ours …: `size.rounds` samples of each method, after a short run of each that does not count. A
+    round takes `size.seconds` a method, in `size.turns` turns.
 
     `before` is called ahead of every round, and not timed.
     """
@@ -315,8 +329,12 @@ def alternate(crew: Crew, methods: Sequence[str], size: Size, *, before: str | N
     for _ in range(size.rounds):
         if before is not None:
             crew.call(before)
+        turns: dict[str, list[Sample]] = {method: [] for method in methods}
+        for _ in range(size.turns):
+            for method in methods:
+                turns[method].append(crew.run(method, size.seconds / size.turns))
         for method in methods:
-            samples[method].append(crew.run(method, size.seconds))
+            samples[method].append(Sample.of(turns[method]))
     return samples
 
 

@@ -208,7 +208,7 @@ def post_concurrent(bench: Bench) -> Iterator[Result]:
             rates: dict[str, list[float]] = {"floor": [], "ours": []}
             for which in rates:
                 crew.call(f"{kind}_{which}", size.warm)
-            for _ in range(size.rounds):
+            for _ in range(size.rounds * size.turns):
                 for which, measured in rates.items():
-                    measured += crew.call(f"{kind}_{which}", size.seconds)
+                    measured += crew.call(f"{kind}_{which}", size.seconds / size.turns)
             yield Row(name, "posts/s", statistics.median(rates["floor"]), statistics.median(rates["ours"]), at_least(1.5))

@@ -96,19 +96,25 @@ class Waiter:
 def rings(dsn: str, size: Size) -> Iterator[tuple[str, list[float], list[float]]]:
     """Rounds of the floor and of ours: seconds from the beginning of the call to the ring, and from its end."""
     with Crew(Ringer, dsn) as ringer, Crew(Waiter, dsn) as waiter:
-        for count in (3, *[size.rings] * size.rounds):
-            for which in ("floor", "ours"):
-                waiter.begin(which, count)
-                [sent] = ringer.call(which, count, size.gap)
-                [heard] = waiter.end()
-                if count == 3 and size.rings != 3:
-                    continue  # warming up
-                assert len(heard) == len(sent), f"{len(sent) - len(heard)} of {len(sent)} did not ring"
-                yield (
-                    which,
-                    [heard[number] - began for number, began, _ in sent],
-                    [heard[number] - ended for number, _, ended in sent],
-                )
+
+        def some(which: str, count: int) -> tuple[list[float], list[float]]:
+            waiter.begin(which, count)
+            [sent] = ringer.call(which, count, size.gap)
+            [heard] = waiter.end()
+            assert len(heard) == len(sent), f"{len(sent) - len(heard)} of {len(sent)} did not ring"
+            return [heard[number] - began for number, began, _ in sent], [heard[number] - ended for number, _, ended in sent]
+
+        for which in ("floor", "ours"):
+            some(which, 3)  # warming up
+        for _ in range(size.rounds):
+            round_: dict[str, tuple[list[float], list[float]]] = {"floor": ([], []), "ours": ([], [])}
+            for _ in range(size.turns):
+                for which, (from_begin, from_end) in round_.items():
+                    begun, ended = some(which, size.rings // size.turns)
+                    from_begin += begun
+                    from_end += ended
+            for which, (from_begin, from_end) in round_.items():
+                yield which, from_begin, from_end
 
 
 def ring(bench: Bench) -> Iterator[Result]:
@@ -222,10 +228,11 @@ def idle_listeners(bench: Bench) -> Iterator[Result]:
         ungated: dict[int, list[Any]] = {count: [] for count in counts}
         # There and back: a machine that grows slower meanwhile must not make the many look dear. The ungated come behind:
         # what they send has sessions busy for longer than they do.
-        for kind, method, rounds in ((gated, "own", size.rounds), (ungated, "ungated", 1)):
+        # And more often, for half as long, than others take turns: the machine has other speeds from one to the next.
+        for kind, method, rounds in ((gated, "own", 2 * size.rounds), (ungated, "ungated", 1)):
             for count in [*counts, *reversed(counts)] * rounds:
                 assert sessions.call("hold", count) == [count]
-                kind[count].append(posters.run(method, size.seconds))
+                kind[count].append(posters.run(method, size.seconds / 2))
     none = median_rate(gated[0])
     for count in size.listeners:
         yield Row(

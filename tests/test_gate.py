@@ -449,7 +449,7 @@ def test_probes_that_meet_do_not_keep_a_bell_from_arming(
         assert time.monotonic() - began < 20  # far from the poll
     for each in posting:
         each.tell("stop")
-    assert all(each.result() > 20 for each in posting)
+    assert sum(each.result() for each in posting) > 60
 
 
 def post_until_told(pipe: Any, shell: str, dsn: str, channel: str, sender: str) -> int:

@@ -477,7 +477,8 @@ class ReadTimes:
 
 def ack(handle: str, channel: str, up_to: int, time_of: Callable[[str, int], float | None]) -> Call[int]:
     """`time_of` tells the time of the message that was handled, where it is known: see LogRewound."""
-    handle, channel = name("handle", handle), name("channel", channel)
+    handle = _known_name("handle", handle) if type(handle) is str else name("handle", handle)
+    channel = _known_name("channel", channel) if type(channel) is str else name("channel", channel)
     up_to = count("up_to", up_to, least=0, most=MAX_BIGINT)
     return Call(
         "select doorbell.ack(%s::text, %s::text, %s::bigint, to_timestamp(%s::float8))",

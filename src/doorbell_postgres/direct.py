@@ -11,12 +11,15 @@ from typing import Any
 import psycopg
 from psycopg.adapt import Transformer
 from psycopg.generators import execute
-from psycopg.pq import ExecStatus
+from psycopg.pq import ExecStatus, TransactionStatus
 from psycopg.pq.abc import PGresult
 from psycopg.rows import tuple_row
 
 from doorbell_postgres import wire
 
+# How long a server is given to end the query of a call that was interrupted.
+SETTLE = 5.0
+_DONE = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 _numbers = itertools.count()  # of prepared statements
 
 
@@ -28,20 +31,33 @@ class Direct(psycopg.Connection[Any]):
 
         psycopg's cursor adapts any type, keeps its result and knows row factories. That was half of what a call cost its
         process. So a statement that comes up again is prepared here, and sent with plain parameters as the text they are.
+        Between two calls the processor forgets, and each function that is entered counts: hence few of them.
         """
         name = self._statements.get(sql) or self._name_of(sql)
-        values = _as_text(params) if name else None
-        if name is None or values is None:
+        values: list[bytes | None] = []
+        if name:
+            try:
+                for each in params:
+                    values.append(_TEXT[type(each)](each))  # noqa: PERF401 - a comprehension is a function
+            except KeyError:  # not all are plain
+                name = None
+        if not name:
             rows = self._cursor.execute(sql, params).fetchall()
             if len(rows) > 1:
                 del self._cursor  # its result would stay in memory until the next call
             return rows
-        with self.lock:
-            self.pgconn.send_query_prepared(name, values)
-            result = self._result()
-        self._loading.set_pgresult(result)
-        loaded: list[tuple[Any, ...]] = self._loading.load_rows(0, result.ntuples, tuple)
-        return loaded
+        self.pgconn.send_query_prepared(name, values)
+        result = self._answer()
+        loading = self._loading.get(name)
+        if loading is None:
+            loading = Transformer.from_context(self)
+            loading.set_pgresult(result)
+            self._loading[name] = loading  # not before it has its loaders: Ctrl-C comes between any two steps
+        else:
+            loading.set_pgresult(result, set_loaders=False)
+        rows = loading.load_rows(0, result.ntuples, tuple)
+        loading.set_pgresult(None, set_loaders=False)
+        return rows
 
     def _name_of(self, sql: str) -> bytes | None:
         """The name of the statement, from its second use on: a process that sends one message never pays for it.
@@ -53,43 +69,75 @@ class Direct(psycopg.Connection[Any]):
         elif self._statements[sql] is None and not wire.is_pooled(self) and "%b" not in sql:
             name = b"doorbell_%d" % next(_numbers)
             places = itertools.count(1)
-            with self.lock:
-                self.pgconn.send_prepare(name, re.sub("%s", lambda _: f"${next(places)}", sql).encode())
-                self._result()
+            self.pgconn.send_prepare(name, re.sub("%s", lambda _: f"${next(places)}", sql).encode())
+            self._answer()
             self._statements[sql] = name
         return self._statements[sql]
 
-    def _result(self) -> PGresult:
-        result: PGresult = self.wait(execute(self.pgconn))[-1]
-        if result.status not in (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK):
-            raise psycopg.errors.error_from_result(result, encoding="utf-8")
-        return result
+    def _answer(self) -> PGresult:
+        """The result of what was sent. As by psycopg's wait, which takes its process a quarter longer."""
+        pgconn = self.pgconn
+        results: list[PGresult] = []
+        try:
+            if pgconn.flush():  # more than the socket takes at once
+                results = self.wait(execute(pgconn))
+            else:
+                while True:
+                    while pgconn.is_busy():
+                        self._until_readable()
+                        pgconn.consume_input()
+                    if (result := pgconn.get_result()) is None:
+                        break
+                    results.append(result)
+        except psycopg.Error:
+            raise
+        except BaseException:  # Ctrl-C
+            if pgconn.transaction_status == TransactionStatus.ACTIVE:
+                self._end()
+            raise
+        if results[-1].status not in _DONE:
+            raise psycopg.errors.error_from_result(results[-1], encoding="utf-8")
+        return results[-1]
+
+    def _until_readable(self) -> None:
+        self.readable(None)
+
+    def _end(self) -> None:
+        """End the query that runs, so that it holds nothing any more; the connection too, if that takes long."""
+        try:
+            self.cancel_safe(timeout=SETTLE)
+            while self.pgconn.is_busy():
+                if not self.readable(1000 * SETTLE):
+                    raise wire.Late(f"no answer to a cancel within {SETTLE:g} s")
+                self.pgconn.consume_input()
+            while self.pgconn.get_result():
+                pass
+        except BaseException:  # whatever it was, a second Ctrl-C included: this connection is not to be trusted
+            self.pgconn.finish()
+
+    @cached_property
+    def readable(self) -> wire.Readable:
+        return wire.readable(self.pgconn.socket)
 
     @cached_property
     def _cursor(self) -> psycopg.Cursor[Any]:
         return psycopg.Cursor(self, row_factory=tuple_row)
 
     @cached_property
-    def _loading(self) -> Any:
-        return Transformer.from_context(self)
-
-    @cached_property
     def _statements(self) -> dict[str, bytes | None]:
         return {}
 
+    @cached_property
+    def _loading(self) -> dict[bytes, Any]:
+        """For each statement what turns its rows into Python's types, which never change."""
+        return {}
 
+
+# As Postgres reads them; the casts in the statement say what they are.
 _TEXT: dict[type, Callable[[Any], bytes | None]] = {
     type(None): lambda _: None,
     str: str.encode,
-    int: lambda value: b"%d" % value,
+    int: b"%d".__mod__,
     bool: lambda value: b"t" if value else b"f",
-    float: lambda value: repr(value).encode(),
+    float: b"%a".__mod__,
 }
-
-
-def _as_text(params: Sequence[Any]) -> list[bytes | None] | None:
-    """The parameters as Postgres reads them; the casts in the statement say what they are. None: not all are plain."""
-    try:
-        return [_TEXT[type(each)](each) for each in params]
-    except KeyError:
-        return None

@@ -16,11 +16,13 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import psycopg
 from psycopg.abc import PQGen
 from psycopg.pq import TransactionStatus
+from psycopg.pq.abc import PGresult
 from psycopg.waiting import Ready, Wait
 
 from doorbell_postgres import calls, watch, wire
@@ -30,12 +32,14 @@ from doorbell_postgres.watch import ListenerState, Outcome, Status, Watch, Watch
 
 T = TypeVar("T")
 log = logging.getLogger("doorbell_postgres")
+Mailbox: TypeAlias = queue.SimpleQueue[Outcome]
 
 
 class Wire(Direct):
     """A connection whose every wait ends: when nothing has come for `patience` seconds, or when the rope is pulled."""
 
     rope: socket.socket
+    idle: wire.Readable
     patience: float = watch.PATIENCE
     heard: list[bytes]
     armed: set[int]
@@ -47,16 +51,43 @@ class Wire(Direct):
         try:
             want = next(gen)
             while True:
-                rope, server = self.rope.fileno(), self.pgconn.socket
-                got = wire.await_any({rope: Wait.R.value, server: int(want)}, self.patience)
-                if rope in got:
-                    raise psycopg.OperationalError("closed while waiting")
-                if not got:
-                    raise wire.Late(f"no answer within {self.patience:g} s")
-                want = gen.send(Ready(got[server]))
+                want = gen.send(self._until(want))
         except StopIteration as done:
             result: T = done.value
             return result
+
+    def _until_readable(self) -> None:
+        self._in_time(dict(self._answered(1000 * self.patience)))
+
+    def _until(self, want: Wait) -> Ready:
+        server = self.pgconn.socket
+        return Ready(self._in_time(wire.await_any({self.rope.fileno(): Wait.R.value, server: int(want)}, self.patience))[server])
+
+    def _in_time(self, got: dict[int, int]) -> dict[int, int]:
+        if self.rope.fileno() in got:
+            raise psycopg.OperationalError("closed while waiting")
+        if not got:
+            raise wire.Late(f"no answer within {self.patience:g} s")
+        return got
+
+    @cached_property
+    def _answered(self) -> wire.Readable:
+        return wire.readable(self.rope.fileno(), self.pgconn.socket)
+
+    def _answer(self) -> PGresult:
+        result = super()._answer()
+        while note := self.pgconn.notifies():  # that came with them, and would make nothing readable any more
+            self.heard.append(note.extra)
+        return result
+
+
+class _Expected(NamedTuple):
+    """What a lone bell waits for: how that is announced, and the look that then finds it."""
+
+    announced: bytes
+    watch: Watch
+    mailbox: Mailbox
+    call: Call[News | None]
 
 
 class Listener:
@@ -69,7 +100,7 @@ class Listener:
         self._on_news = on_news
         self._lock = threading.Lock()
         self._list = Watchlist()
-        self._mailboxes: dict[Watch, queue.SimpleQueue[Outcome]] = {}
+        self._mailboxes: dict[Watch, Mailbox] = {}
         self._fresh: set[Watch] = set()
         self._jobs: list[tuple[Call[Any], Future[Any], int | None]] = []
         self._thread: threading.Thread | None = None
@@ -92,12 +123,12 @@ class Listener:
     # -- for bells ----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def watching(self, watch: Watch) -> Iterator[queue.SimpleQueue[Outcome]]:
+    def watching(self, watch: Watch) -> Iterator[Mailbox]:
         """Register the watch while the block runs. The first thing in the mailbox is the outcome of a scan made after that.
 
         A watch with an outcome in its mailbox is not looked at again until `again`.
         """
-        mailbox: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        mailbox: Mailbox = queue.SimpleQueue()
         self._enter(watch, mailbox)
         try:
             yield mailbox
@@ -112,10 +143,10 @@ class Listener:
             if not sees_to_it:
                 self._wake()
 
-    def again(self, watch: Watch, mailbox: queue.SimpleQueue[Outcome]) -> None:
+    def again(self, watch: Watch, mailbox: Mailbox) -> None:
         self._enter(watch, mailbox)
 
-    def _enter(self, watch: Watch, mailbox: queue.SimpleQueue[Outcome]) -> None:
+    def _enter(self, watch: Watch, mailbox: Mailbox) -> None:
         with self._lock:
             if self._closing:
                 mailbox.put("closed")
@@ -280,6 +311,7 @@ class Listener:
             # Notifications that come with the answer of a query, not while waiting for one.
             connection.add_notify_handler(lambda note: connection.heard.append(note.payload.encode()))
             try:
+                connection.idle = wire.readable(self._rope.fileno(), self._nudged.fileno(), connection.pgconn.socket)
                 wire.set_up(connection, connection.execute(*wire.on_connect(connection, read_only=True)).fetchone())
             except BaseException:
                 connection.close()
@@ -327,8 +359,9 @@ class Listener:
                 until = min(until, self._let_go)
             if self._tokens and not wire.is_pooled(connection):
                 until = min(until, connection.keep_at)
+            expected = self._expect()
             if connection.heard or self._ready(max(0.0, until - now), connection):
-                self._hear(connection)
+                self._hear(connection, expected)
 
     def _keep(self, connection: Wire) -> None:
         """Hold the tokens again after a reconnect. The dead session may hold them for a while; then ask again."""
@@ -381,20 +414,39 @@ class Listener:
             self._execute(connection, calls.arm([], sorted(drop)))
             connection.armed -= drop
 
-    def _hear(self, connection: Wire) -> None:
+    def _expect(self) -> _Expected | None:
+        """The look for the next message of a lone bell's one channel, made ready: when it is announced, that bell waits."""
+        with self._lock:
+            lone = self._list.lone()
+            questions = lone.questions() if lone is not None else []
+            if lone is None or len(questions) != 1:
+                return None
+            call = calls.glance(questions[0], preview=lone.preview)
+            return _Expected(b"%d" % questions[0].channel_id, lone, self._mailboxes[lone], call)
+
+    def _hear(self, connection: Wire, expected: _Expected | None) -> None:
         connection.pgconn.consume_input()
         heard = set(connection.heard)
         connection.heard.clear()
         while note := connection.pgconn.notifies():
             heard.add(note.extra)
-        self._note(heard)
-
-    def _note(self, payloads: set[bytes]) -> None:
+        if expected is not None and expected.announced in heard:
+            self._glance(connection, expected)
         now = time.monotonic()
         with self._lock:
-            watched = [self._list.announced(int(p), now) for p in payloads if p.isdigit()]
+            watched = [self._list.announced(int(each), now) for each in heard if each.isdigit()]
         if any(watched):
             self._on_news()
+
+    def _glance(self, connection: Wire, expected: _Expected) -> None:
+        try:
+            found = self._execute(connection, expected.call)
+        except psycopg.Error as exc:
+            if not watch.refused_for_good(exc.sqlstate):
+                raise
+            return  # the look that follows is refused too, and tells the bell
+        if found is not None:
+            self._deliver([(expected.watch, expected.mailbox)], [[found]])
 
     def _look(self, connection: Wire) -> None:
         with self._lock:
@@ -417,11 +469,15 @@ class Listener:
             self._refuse(asked, wire.translate(exc, calls.hello()))
             return
         self._patience = connection.patience = watch.patience_after(time.monotonic() - began)
+        self._deliver(asked, watch.answer(watches, news))
+
+    def _deliver(self, asked: list[tuple[Watch, Mailbox]], news: list[list[News]]) -> None:
+        """Tell each bell that still waits what the database has said to it."""
         self._failures = 0
         self._status.scanned = time.monotonic()
         rang = False
         with self._lock:
-            for (each, mailbox), own in zip(asked, watch.answer(watches, news), strict=True):
+            for (each, mailbox), own in zip(asked, news, strict=True):
                 if not self._waits(each, mailbox):
                     continue  # its wait has ended meanwhile, and its floors are not ours to move
                 outcome: Outcome | None = each.settle(own)
@@ -485,11 +541,11 @@ class Listener:
             if connection.info.transaction_status in (TransactionStatus.INTRANS, TransactionStatus.INERROR):
                 connection.execute("rollback")
 
-    def _waits(self, each: Watch, mailbox: queue.SimpleQueue[Outcome]) -> bool:
+    def _waits(self, each: Watch, mailbox: Mailbox) -> bool:
         """Whether that wait still lasts. The bell's next one has a mailbox of its own, and gets a scan of its own."""
         return each in self._list and self._mailboxes[each] is mailbox
 
-    def _refuse(self, asked: list[tuple[Watch, queue.SimpleQueue[Outcome]]], error: Exception) -> None:
+    def _refuse(self, asked: list[tuple[Watch, Mailbox]], error: Exception) -> None:
         with self._lock:
             for each, mailbox in asked:
                 if self._waits(each, mailbox):
@@ -507,10 +563,8 @@ class Listener:
 
     def _ready(self, timeout: float | None, connection: Wire | None) -> bool:
         """Wait for something to do; whether the connection has something to read."""
-        wanted = {self._rope.fileno(): Wait.R.value, self._nudged.fileno(): Wait.R.value}
-        if connection is not None:
-            wanted[connection.pgconn.socket] = Wait.R.value
-        ready = wire.await_any(wanted, timeout)
+        idle = wire.readable(self._rope.fileno(), self._nudged.fileno()) if connection is None else connection.idle
+        ready = dict(idle(None if timeout is None else 1000 * timeout))
         if self._nudged.fileno() in ready:
             self._nudged.recv(4096)
         return connection is not None and connection.pgconn.socket in ready
@@ -520,7 +574,7 @@ class Listener:
         if timeout is None:
             self._ready(None, None)
             return
-        wire.await_any({self._rope.fileno(): Wait.R.value}, timeout)
+        wire.readable(self._rope.fileno())(1000 * timeout)
 
     def _fell(self, exc: Exception) -> None:
         self._log(self._status.fell(wire.why(exc), time.monotonic()))

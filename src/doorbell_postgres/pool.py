@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cached_property
 from typing import Any
 
 import psycopg
@@ -23,10 +22,6 @@ class Pooled(Direct):
     """A connection of the pool."""
 
     is_lent = False
-
-    @cached_property
-    def is_stale(self) -> wire.Question:
-        return wire.staleness(self.fileno())
 
 
 class _Dialer:
@@ -84,7 +79,7 @@ class Pool:
                 self._asking += asks
             if kept is not None:
                 kept.is_lent = True
-                if not kept.is_stale():
+                if not kept.readable(0):  # else the server has ended it, or is about to say so
                     return kept
                 kept.close()
                 self._pool.putconn(kept)
@@ -145,6 +140,6 @@ def _configure(connection: Connection) -> None:
 
 
 def _check(connection: Pooled) -> None:
-    if connection.is_stale():
+    if connection.readable(0):
         connection.close()
         raise psycopg.OperationalError("the server has ended this connection")

@@ -208,6 +208,10 @@ class Watchlist:
                 del self._by_channel[channel_id]
         return self._times.pop(watch, None) is not None
 
+    def lone(self) -> Watch | None:
+        """The watch, if there is but one."""
+        return next(iter(self._times)) if len(self._times) == 1 else None
+
     def channel_ids(self) -> list[int]:
         """The channels that anybody watches."""
         return list(self._by_channel)

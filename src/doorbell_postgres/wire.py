@@ -12,7 +12,6 @@ import random
 import re
 import select
 import selectors
-import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -392,7 +391,7 @@ def refuse_foreign(conn: object, expected: type) -> None:
         )
 
 
-Question: TypeAlias = Callable[[], bool]
+Readable: TypeAlias = Callable[[float | None], list[tuple[int, int]]]
 
 
 def await_any(wanted: Mapping[int, int], timeout: float | None) -> dict[int, int]:
@@ -416,10 +415,14 @@ def await_any(wanted: Mapping[int, int], timeout: float | None) -> dict[int, int
     return found
 
 
-def staleness(fd: int) -> Question:
-    """Asks whether an idle connection has something to read: the server has ended it, or is about to say so."""
-    if sys.platform == "win32":  # pragma: no cover
-        return lambda: False
+def readable(*fds: int) -> Readable:
+    """Asks which of these sockets have something to read, in pairs with what poll says of each, within so many milliseconds.
+
+    What an idle connection has to read is its end.
+    """
+    if not hasattr(select, "poll"):  # pragma: no cover
+        return lambda ms: [(fd, 1) for fd in select.select(fds, [], [], None if ms is None else ms / 1000)[0]]
     poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    return lambda: bool(poll.poll(0))
+    for fd in fds:
+        poll.register(fd, select.POLLIN)
+    return poll.poll

@@ -41,8 +41,8 @@ class Session(psycopg.AsyncConnection[Any]):
     """A connection for calls: a call that is cancelled ends its query on the server, in bounded time, or closes it."""
 
     @cached_property
-    def is_stale(self) -> wire.Question:
-        return wire.staleness(self.fileno())
+    def readable(self) -> wire.Readable:
+        return wire.readable(self.fileno())
 
     async def wait(self, gen: PQGen[T], *args: Any, **kwargs: Any) -> T:
         try:
@@ -148,7 +148,7 @@ class Link:
     async def connection(self, timeout: float) -> AsyncIterator[Session]:
         """A connection of the pool. Cancelled at any point, it gets back there."""
         connection, self._kept = self._kept, None
-        if connection is not None and connection.is_stale():
+        if connection is not None and connection.readable(0):
             await connection.close()
             self._move(self._pool.putconn(connection))
             connection = None
@@ -628,6 +628,6 @@ async def _send(connection: Connection, call: Call[T]) -> T:
 
 
 async def _check(connection: Session) -> None:
-    if connection.is_stale():
+    if connection.readable(0):
         await connection.close()
         raise psycopg.OperationalError("the server has ended this connection")
