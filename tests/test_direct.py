@@ -1,0 +1,129 @@
+"""How sync calls are sent: what psycopg's own way would give, also where a call is interrupted or its server goes away."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import errors
+
+from doorbell_postgres import MessageBus
+from doorbell_postgres.direct import Direct
+from doorbell_postgres.listener import Wire
+from support.processes import run_script
+
+Sql = Callable[..., list[tuple[Any, ...]]]
+Connect = Callable[..., psycopg.Connection[Any]]
+
+
+@pytest.fixture
+def direct(dsn: str) -> Iterator[Direct]:
+    with Direct.connect(dsn, autocommit=True) as connection:
+        yield connection
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("text", ["", "plain", "Grüße, 世界 🔔", "a\nb\\c'd\"", "x" * 100_000, None]),
+        ("bigint", [0, -1, 2**63 - 1, -(2**63), None]),
+        ("integer", [0, 2**31 - 1, -(2**31)]),
+        ("boolean", [True, False, None]),
+        ("float8", [0.0, -0.0, 0.1, 1e-300, 1e300, 1764516123.123456, float("inf"), float("-inf"), None]),
+        ("jsonb", ['{"a": [1, null, "é"]}', "{}", None]),
+    ],
+)
+def test_values_come_through_as_they_are(direct: Direct, kind: str, values: list[Any]) -> None:
+    """The first time by psycopg, then prepared."""
+    query = f"select %s::{kind}, 7, %s::text, %s::{kind}"
+    for value in [values[0], *values, *values]:
+        text = None if value is None else str(value)
+        expected = direct.execute(query, [value, text, value]).fetchall()
+        assert direct.send(query, [value, text, value]) == expected
+
+
+def test_no_rows_many_rows_and_rows_after_an_error(direct: Direct) -> None:
+    query = "select n, 100 / n from generate_series(%s::bigint, %s::bigint) as n"
+    for _ in range(3):
+        assert direct.send(query, [1, 0]) == []
+        assert direct.send(query, [1, 5000])[-1] == (5000, 0)
+        with pytest.raises(errors.DivisionByZero, match="division by zero"):
+            direct.send(query, [0, 5])
+        assert direct.send(query, [2, 2]) == [(2, 50)]
+
+
+def test_what_the_socket_does_not_take_at_once(dsn: str, sql: Sql) -> None:
+    with MessageBus(dsn) as bus:
+        bus.subscribe("worker", "events")
+        bodies = [letter * 12_000_000 for letter in "abcd"]
+        for body in bodies:
+            bus.post("events", body, sender="ci")
+        assert [m.body == body for m, body in zip(bus.unacked("worker"), bodies, strict=True)] == [True] * 4
+
+
+def test_a_server_that_goes_away_under_a_call(direct: Direct, sql: Sql) -> None:
+    query = "select pg_terminate_backend(pg_backend_pid()), pg_sleep(%s::float8)"
+    assert direct.send("select %s::text", ["a"]) == direct.send("select %s::text", ["a"]) == [("a",)]
+    direct._name_of(query)
+    direct._name_of(query)
+    with pytest.raises(errors.OperationalError) as caught:
+        direct.send(query, [10.0])
+    assert caught.value.sqlstate in (None, "57P01")
+    assert direct.closed
+
+
+def test_a_call_that_is_interrupted_ends_its_query(dsn: str, sql: Sql, connect: Connect) -> None:
+    """Ctrl-C while a post waits for its channel: nothing goes on waiting, nothing is posted, and the bus can be used again."""
+    with connect() as holder:
+        sql("select doorbell.post('events', 'b', 'ci')")
+        holder.execute("select from doorbell.channel for update")
+        done = run_script(
+            """
+import signal, sys, psycopg
+from doorbell_postgres import MessageBus
+
+with MessageBus(sys.argv[1], max_size=1, lock_timeout=60) as bus:
+    for n in range(3):  # the third is prepared
+        bus.post("elsewhere", "b", sender="ci")
+    def interrupt(*_):
+        raise KeyboardInterrupt
+    signal.signal(signal.SIGALRM, interrupt)
+    for n in range(3):
+        signal.setitimer(signal.ITIMER_REAL, 0.5)
+        try:
+            bus.post("events", "b", sender="ci")
+        except KeyboardInterrupt:
+            pass
+        else:
+            sys.exit("posted")
+        with psycopg.connect(sys.argv[1]) as other:
+            left = other.execute(
+                "select query from pg_stat_activity where application_name = 'doorbell' and state = 'active'"
+            ).fetchall()
+        if left:
+            sys.exit(f"left: {left}")
+        bus.post("elsewhere", "b", sender="ci")
+""",
+            dsn,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+    assert sql("select doorbell.head('events'), doorbell.head('elsewhere')") == [(1, 6)]
+
+
+def test_what_is_announced_with_an_answer_is_heard(dsn: str) -> None:
+    """Once it is read, no poll of the socket shows it any more."""
+    pulled, rope = socket.socketpair()
+    with pulled, rope, Wire.connect(dsn, autocommit=True) as connection:
+        connection.rope = rope
+        connection.heard = []
+        connection.add_notify_handler(lambda note: connection.heard.append(note.payload.encode()))  # as the listener has it
+        connection.execute("listen doorbell")
+        for n in range(1, 4):
+            connection.send("select pg_notify('doorbell', %s::text)", [str(n)])
+        assert connection.send("select %s::bigint", [1]) == connection.send("select %s::bigint", [1]) == [(1,)]
+        heard = [*connection.heard, *(note.extra for note in iter(connection.pgconn.notifies, None))]
+        assert sorted(heard) == [b"1", b"2", b"3"]
+        assert connection.heard
