@@ -923,12 +923,15 @@ def test_a_call_that_cannot_be_prepared_was_not_sent(dsn: str, sql: Sql) -> None
         assert sql("select body from doorbell.message") == [("first",), ("second",)]
 
 
-def test_a_post_that_is_interrupted_loses_no_connection(dsn: str) -> None:
+@pytest.mark.parametrize("keep", [60, 0], ids=["kept", "through the pool"])
+def test_a_post_that_is_interrupted_loses_no_connection(dsn: str, keep: int) -> None:
     """Ctrl-C comes between any two steps. With one connection, the next post would find none."""
     done = run_script(
         """
 import random, signal, sys
-from doorbell_postgres import MessageBus
+from doorbell_postgres import MessageBus, wire
+
+wire.POOL_KEEP = int(sys.argv[2])
 
 def interrupt(*_):
     if armed:
@@ -950,6 +953,51 @@ with MessageBus(sys.argv[1], max_size=1, retry_for=1) as bus:
             interrupts += 1
         signal.setitimer(signal.ITIMER_REAL, 0)
         bus.post("events", "probe", sender="ci")
+""",
+        dsn,
+        str(keep),
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_ctrl_c_while_waiting_for_a_connection_loses_none(dsn: str) -> None:
+    """The one that comes back must not go to the call that was interrupted."""
+    done = run_script(
+        """
+import signal, sys, threading
+from doorbell_postgres import MessageBus
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+signal.signal(signal.SIGALRM, interrupt)
+with MessageBus(sys.argv[1], max_size=1, retry_for=5) as bus:
+    lent, over = threading.Event(), threading.Event()
+
+    def hold():
+        with bus.transaction():
+            lent.set()
+            over.wait(20)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    lent.wait(20)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        bus.store.head("events")
+    except KeyboardInterrupt:
+        pass
+    else:
+        sys.exit("not interrupted")
+    heads = []
+    others = [threading.Thread(target=lambda: heads.append(bus.store.head("events"))) for _ in range(2)]
+    for other in others:
+        other.start()
+    over.set()
+    for thread in (holder, *others):
+        thread.join()
+    assert heads == [0, 0], heads
+    assert bus.store.head("events") == 0
 """,
         dsn,
     )

@@ -109,6 +109,17 @@ def test_functions_that_somebody_replaced_are_declared_anew(dsn: str) -> None:
     assert catalog(dsn) == expected
 
 
+def test_a_database_that_cannot_hold_all_text_is_refused(server: TestServer) -> None:
+    name = f"latin_{secrets.token_hex(4)}"
+    with psycopg.connect(server.dsn("postgres"), autocommit=True) as admin:
+        admin.execute(f"create database {name} encoding 'LATIN1' locale 'C' template template0".encode())
+        try:
+            with pytest.raises(SchemaMismatch, match=r"encoded in LATIN1.*createdb --encoding UTF8"):
+                migrate.upgrade(server.dsn(name))
+        finally:
+            admin.execute(f"drop database {name} with (force)".encode())
+
+
 def test_a_declaration_restores_the_recorded_grants(dsn: str, role: str, server: TestServer) -> None:
     def rights() -> dict[str, list[tuple[Any, ...]]]:
         return {what: execute(dsn, query, role, role) for what, query in checks.items()}

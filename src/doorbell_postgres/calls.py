@@ -426,7 +426,7 @@ def post_together(messages: Sequence[Outgoing], *, lock_timeout: float) -> Call[
 
 
 def announce(channel_ids: Sequence[int]) -> Call[None]:
-    return Call("select doorbell.announce(%s::bigint[])", (list(channel_ids),), _nothing)
+    return Call("select doorbell.announce(%s::bigint[])", (_literal(channel_ids),), _nothing)
 
 
 # -- subscribing and acking -------------------------------------------------------------------------------------------
@@ -640,7 +640,7 @@ def glance(question: Question, *, preview: int) -> Call[News | None]:
 
 def arm(take: Sequence[int], drop: Sequence[int]) -> Call[list[int]]:
     """Channel 0 stands for all of them. The ids that were refused for the moment come back."""
-    return Call("select doorbell.arm(%s::bigint[], %s::bigint[])", (list(take), list(drop)), read_one)
+    return Call("select doorbell.arm(%s::bigint[], %s::bigint[])", (_literal(take), _literal(drop)), read_one)
 
 
 def hold_session(token: int) -> Call[bool]:

@@ -1,4 +1,4 @@
-"""How sync calls are sent: prepared once, with plain parameters, and read without a cursor."""
+"""How sync calls are sent from their second time on: prepared, with plain parameters, and read without a cursor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from psycopg.rows import tuple_row
 
 from doorbell_postgres import wire
 
-# How long a server is given to end the query of a call that was interrupted.
+# How long a server is given to take the cancel of a call that was interrupted, and then to end its query.
 SETTLE = 5.0
 _DONE = (ExecStatus.TUPLES_OK, ExecStatus.COMMAND_OK)
 _numbers = itertools.count()  # of prepared statements
@@ -31,9 +31,9 @@ class Direct(psycopg.Connection[Any]):
 
         psycopg's cursor adapts any type, keeps its result and knows row factories. That was half of what a call cost its
         process. So a statement that comes up again is prepared here, and sent with plain parameters as the text they are.
-        Between two calls the processor forgets, and each function that is entered counts: hence few of them.
+        Between two calls the processor's caches are others', and each function that is entered counts: hence few of them.
         """
-        name = self._statements.get(sql) or self._name_of(sql)
+        name = self._statements.get(sql) or self._prepared_name(sql)
         values: list[bytes | None] = []
         if name:
             try:
@@ -46,8 +46,11 @@ class Direct(psycopg.Connection[Any]):
             if len(rows) > 1:
                 del self._cursor  # its result would stay in memory until the next call
             return rows
-        self.pgconn.send_query_prepared(name, values)
-        result = self._answer()
+        try:
+            result = self._answer(self.pgconn.send_query_prepared, name, values)
+        except psycopg.errors.InvalidSqlStatementName:  # deallocated in a transaction of the user's
+            self._statements.clear()
+            return self.send(sql, params)
         loading = self._loading.get(name)
         if loading is None:
             loading = Transformer.from_context(self)
@@ -59,7 +62,7 @@ class Direct(psycopg.Connection[Any]):
         loading.set_pgresult(None, set_loaders=False)
         return rows
 
-    def _name_of(self, sql: str) -> bytes | None:
+    def _prepared_name(self, sql: str) -> bytes | None:
         """The name of the statement, from its second use on: a process that sends one message never pays for it.
 
         Before it is sent, not after: what fails here must not be taken for the failure of a call that has succeeded.
@@ -69,16 +72,16 @@ class Direct(psycopg.Connection[Any]):
         elif self._statements[sql] is None and not wire.is_pooled(self) and "%b" not in sql:
             name = b"doorbell_%d" % next(_numbers)
             places = itertools.count(1)
-            self.pgconn.send_prepare(name, re.sub("%s", lambda _: f"${next(places)}", sql).encode())
-            self._answer()
+            self._answer(self.pgconn.send_prepare, name, re.sub("%s", lambda _: f"${next(places)}", sql).encode())
             self._statements[sql] = name
         return self._statements[sql]
 
-    def _answer(self) -> PGresult:
-        """The result of what was sent. As by psycopg's wait, which takes its process a quarter longer."""
+    def _answer(self, send: Callable[..., None], *args: Any) -> PGresult:
+        """Send, and wait for the result. As by psycopg's wait, which takes its process a quarter longer."""
         pgconn = self.pgconn
         results: list[PGresult] = []
         try:
+            send(*args)
             if pgconn.flush():  # more than the socket takes at once
                 results = self.wait(execute(pgconn))
             else:
@@ -90,7 +93,8 @@ class Direct(psycopg.Connection[Any]):
                         break
                     results.append(result)
         except psycopg.Error:
-            raise
+            if not results or results[-1].status != ExecStatus.FATAL_ERROR:  # else the server has said why it ends
+                raise
         except BaseException:  # Ctrl-C
             if pgconn.transaction_status == TransactionStatus.ACTIVE:
                 self._end()
@@ -108,7 +112,7 @@ class Direct(psycopg.Connection[Any]):
             self.cancel_safe(timeout=SETTLE)
             while self.pgconn.is_busy():
                 if not self.readable(1000 * SETTLE):
-                    raise wire.Late(f"no answer to a cancel within {SETTLE:g} s")
+                    raise TimeoutError
                 self.pgconn.consume_input()
             while self.pgconn.get_result():
                 pass

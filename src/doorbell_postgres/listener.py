@@ -74,11 +74,12 @@ class Wire(Direct):
     def _answered(self) -> wire.Readable:
         return wire.readable(self.rope.fileno(), self.pgconn.socket)
 
-    def _answer(self) -> PGresult:
-        result = super()._answer()
-        while note := self.pgconn.notifies():  # that came with them, and would make nothing readable any more
-            self.heard.append(note.extra)
-        return result
+    def _answer(self, send: Callable[..., None], *args: Any) -> PGresult:
+        try:
+            return super()._answer(send, *args)
+        finally:
+            while note := self.pgconn.notifies():  # what came with the answer makes nothing readable any more
+                self.heard.append(note.extra)
 
 
 class _Expected(NamedTuple):
@@ -274,6 +275,7 @@ class Listener:
         """Dial; and again, beside it, while no answer comes. The first that is ready wins, the others are hung up."""
         answers: queue.SimpleQueue[Wire | Exception] = queue.SimpleQueue()
         over = threading.Event()
+        won: list[Wire] = []
         dials = 0
         next_dial = time.monotonic()
         try:
@@ -281,12 +283,13 @@ class Listener:
                 if dials < watch.MOST_DIALS and time.monotonic() >= next_dial:
                     dials += 1
                     next_dial = time.monotonic() + watch.DIAL_AGAIN
-                    threading.Thread(target=self._dial, args=(answers, over), name="doorbell-dial", daemon=True).start()
+                    threading.Thread(target=self._dial, args=(answers, over, won), name="doorbell-dial", daemon=True).start()
                 try:
                     answer = answers.get(timeout=0.1)
                 except queue.Empty:
                     continue
                 if isinstance(answer, Wire):
+                    won.append(answer)
                     return answer
                 dials -= 1
                 if dials == 0:
@@ -298,7 +301,7 @@ class Listener:
                 if isinstance(late := answers.get(), Wire):
                     late.close()
 
-    def _dial(self, answers: queue.SimpleQueue[Wire | Exception], over: threading.Event) -> None:
+    def _dial(self, answers: queue.SimpleQueue[Wire | Exception], over: threading.Event, won: list[Wire]) -> None:
         try:
             connection = Wire.connect(self._dsn, autocommit=True, **self._options)
             connection.rope = self._rope
@@ -320,7 +323,7 @@ class Listener:
             answers.put(exc)
             return
         answers.put(connection)
-        if over.is_set():  # nobody reads the answers any more, or has just stopped: closing twice does no harm
+        if over.is_set() and connection not in won:  # nobody reads the answers any more, or has just stopped
             connection.close()
 
     def _became_ready(self, connection: Wire) -> None:
@@ -415,7 +418,11 @@ class Listener:
             connection.armed -= drop
 
     def _expect(self) -> _Expected | None:
-        """The look for the next message of a lone bell's one channel, made ready: when it is announced, that bell waits."""
+        """The look for the next message of a lone bell's one channel, made ready: when it is announced, that bell waits.
+
+        It cannot be stale when it is sent. Only this thread moves the floor of a watch that waits, and it makes this ready
+        between its last look and its sleep; a wait that has ended meanwhile has another mailbox.
+        """
         with self._lock:
             lone = self._list.lone()
             questions = lone.questions() if lone is not None else []

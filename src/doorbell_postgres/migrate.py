@@ -93,6 +93,12 @@ def upgrade(dsn: str) -> Status:
         if not before.known:
             raise SchemaMismatch(_too_new(before.current))
         if not before.ready:
+            encoding = connection.exec_driver_sql("show server_encoding").scalar()
+            if encoding != "UTF8":
+                raise SchemaMismatch(
+                    f"The database is encoded in {encoding}, and messages are any Unicode text. Nothing was changed. Create one "
+                    "for them: createdb --encoding UTF8 --template template0 NAME"
+                )
             for statement in preamble():
                 connection.exec_driver_sql(statement)
             config = _config()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +22,11 @@ Connection = psycopg.Connection[Any]
 class Pooled(Direct):
     """A connection of the pool."""
 
-    is_lent = False
+    lending: object | None = None  # another one each time, while it is lent
+
+    @property
+    def is_lent(self) -> bool:
+        return self.lending is not None
 
 
 class _Dialer:
@@ -69,61 +74,78 @@ class Pool:
 
     def borrow(self, timeout: float) -> Pooled:
         """A connection, within about `timeout`. Raises BusClosed, PoolTimeout or why the last dial failed."""
-        kept = None
-        asks = False
+        kept: Pooled | None = None
+        found: list[Pooled | None] = []
         try:
-            # In one step with the look: what is given back from now on goes to whoever asks the pool, not to the next call.
             with self._lock:
+                if self._kept is not None:
+                    self._kept.lending = object()
                 kept, self._kept = self._kept, None
-                asks = kept is None
-                self._asking += asks
             if kept is not None:
-                kept.is_lent = True
                 if not kept.readable(0):  # else the server has ended it, or is about to say so
                     return kept
                 kept.close()
-                self._pool.putconn(kept)
+                self.give_back(kept)
                 kept = None
-                with self._lock:
-                    asks = True
-                    self._asking += 1
-            connection = self._pool.getconn(timeout=wire.pool_patience(timeout))
-            connection.is_lent = True
+            _undisturbed(lambda: self._ask(timeout, found))
+            connection = found[0]
+            assert connection is not None
             return connection
         except PoolClosed:
             raise wire.closed_meanwhile() from None
         except PoolTimeout as exc:
             raise self._dialer.refusal or exc from None
         except BaseException:  # Ctrl-C
-            if kept is not None:
-                kept.is_lent = True
-                self.give_back(kept)
+            with self._lock:
+                found.append(None)  # nobody waits any more
+            for each in (kept, found[0]):
+                if each is not None:
+                    self.give_back(each)
             raise
+
+    def _ask(self, timeout: float, found: list[Pooled | None]) -> None:
+        """Add a connection to `found`; or give it back, when a None there says that nobody waits for it any more."""
+        # In one step with the look: what is given back from now on goes to whoever asks the pool, not to the next call.
+        with self._lock:
+            connection, self._kept = self._kept, None
+            asks = connection is None
+            self._asking += asks
+        try:
+            connection = connection or self._pool.getconn(timeout=wire.pool_patience(timeout))
         finally:
-            if asks:
-                with self._lock:
-                    self._asking -= 1
+            with self._lock:
+                self._asking -= asks
+        connection.lending = object()
+        with self._lock:
+            is_late = bool(found)
+            if not is_late:
+                found.append(connection)
+        if is_late:
+            self.give_back(connection)
 
     def give_back(self, connection: Pooled, failure: BaseException | None = None) -> None:
         """To whoever asks for one, else kept for the next call. A second time, after Ctrl-C in the first, does nothing."""
-        try:
-            if not connection.is_lent:
+        lending = connection.lending
+        if lending is None:
+            return
+        if failure is not None and wire.spoils_connection(failure):
+            connection.close()
+        if connection.pgconn.transaction_status == TransactionStatus.IDLE:
+            with self._lock:
+                if connection.lending is not lending:
+                    return
+                if self._kept is None and not self._asking and not self._closed and time.monotonic() < self._keep_until:
+                    connection.lending = None
+                    self._kept = connection
+                    return
+                self._keep_until = time.monotonic() + wire.POOL_KEEP
+        _undisturbed(lambda: self._put(connection, lending))
+
+    def _put(self, connection: Pooled, lending: object) -> None:
+        with self._lock:
+            if connection.lending is not lending:
                 return
-            if failure is not None and wire.spoils_connection(failure):
-                connection.close()
-            if connection.pgconn.transaction_status == TransactionStatus.IDLE:
-                with self._lock:
-                    if self._kept is None and not self._asking and not self._closed and time.monotonic() < self._keep_until:
-                        connection.is_lent = False
-                        self._kept = connection
-                        return
-                    self._keep_until = time.monotonic() + wire.POOL_KEEP
-        except BaseException:  # Ctrl-C
-            if connection.is_lent:
-                connection.is_lent = False
-                self._pool.putconn(connection)
-            raise
-        connection.is_lent = False
+            connection.lending = None
         self._pool.putconn(connection)
 
     def close(self) -> None:
@@ -133,6 +155,36 @@ class Pool:
         if kept is not None:
             self._pool.putconn(kept)
         self._pool.close(timeout=0.5)
+
+
+def _undisturbed(step: Callable[[], None]) -> None:
+    """Run a step of psycopg's pool where no signal interrupts it: amid one, Ctrl-C would lose the connection.
+
+    Signals come to the main thread, and the next time is soon enough to see what has become of it there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        step()
+        return
+    failures: list[BaseException] = []
+    running = threading.Lock()  # what threading makes of locks does not stand a Ctrl-C amid a wait
+    running.acquire()
+
+    def run() -> None:
+        try:
+            step()
+        except BaseException as exc:
+            failures.append(exc)
+        finally:
+            running.release()
+
+    try:
+        _thread.start_new_thread(run, ())
+    except RuntimeError:  # the interpreter is about to end
+        step()
+        return
+    running.acquire()
+    if failures:
+        raise failures[0]
 
 
 def _configure(connection: Connection) -> None:

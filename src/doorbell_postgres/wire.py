@@ -200,6 +200,7 @@ def dial_options(dsn: str, *, application_name: str | None, connect_timeout: flo
     if "PGAPPNAME" in os.environ:
         del options["application_name"]
     options = {key: value for key, value in options.items() if key not in given}
+    options["client_encoding"] = "UTF8"  # whatever is given: it is how this package writes and reads
     if application_name is not None:
         options["application_name"] = calls.name("application_name", application_name)
     return options
@@ -421,7 +422,8 @@ def readable(*fds: int) -> Readable:
     What an idle connection has to read is its end.
     """
     if not hasattr(select, "poll"):  # pragma: no cover
-        return lambda ms: [(fd, 1) for fd in select.select(fds, [], [], None if ms is None else ms / 1000)[0]]
+        # Without an end, in parts: Ctrl-C does not end a select there.
+        return lambda ms: [(fd, 1) for fd in select.select(fds, [], [], 0.1 if ms is None else ms / 1000)[0]]
     poll = select.poll()
     for fd in fds:
         poll.register(fd, select.POLLIN)
