@@ -447,9 +447,10 @@ def test_probes_that_meet_do_not_keep_a_bell_from_arming(
         assert event is not None
         assert event.sender == "ci"
         assert time.monotonic() - began < 20  # far from the poll
-    for each in posting:
+    for each in posting:  # a ring takes less time than some of their posts
+        assert each.hear() == "posted often"
         each.tell("stop")
-    assert sum(each.result() for each in posting) > 60
+    assert all(each.result() > 20 for each in posting)
 
 
 def post_until_told(pipe: Any, shell: str, dsn: str, channel: str, sender: str) -> int:
@@ -461,6 +462,8 @@ def post_until_told(pipe: Any, shell: str, dsn: str, channel: str, sender: str) 
     while not done.is_set():
         bus.post(channel, "b", sender=sender)
         count += 1
+        if count == 21:
+            pipe.send("posted often")
     bus.close()
     return count
 
