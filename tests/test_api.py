@@ -1022,7 +1022,7 @@ def test_a_connection_that_comes_back_goes_to_whoever_has_just_found_none(dsn: s
 
             def __exit__(self, *exc: Any) -> None:
                 self.real.__exit__(*exc)
-                if lent.is_lent:
+                if lent.lending is not None:
                     pool._lock = self.real
                     pool.give_back(lent)
 

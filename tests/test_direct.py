@@ -56,7 +56,7 @@ def test_no_rows_many_rows_and_rows_after_an_error(direct: Direct) -> None:
         assert direct.send(query, [2, 2]) == [(2, 50)]
 
 
-def test_what_the_socket_does_not_take_at_once(dsn: str, sql: Sql) -> None:
+def test_what_the_socket_does_not_take_at_once(dsn: str) -> None:
     with MessageBus(dsn) as bus:
         bus.subscribe("worker", "events")
         bodies = [letter * 12_000_000 for letter in "abcd"]
@@ -65,7 +65,7 @@ def test_what_the_socket_does_not_take_at_once(dsn: str, sql: Sql) -> None:
         assert [m.body == body for m, body in zip(bus.unacked("worker"), bodies, strict=True)] == [True] * 4
 
 
-def test_a_server_that_goes_away_under_a_call(direct: Direct, sql: Sql) -> None:
+def test_a_server_that_goes_away_under_a_call(direct: Direct) -> None:
     query = "select pg_terminate_backend(pg_backend_pid()), pg_sleep(%s::float8)"
     for _ in range(2):
         direct._prepared_name(query)
@@ -84,9 +84,7 @@ def test_statements_that_the_user_has_deallocated_are_prepared_again(dsn: str) -
 
 
 @pytest.mark.parametrize("where", ["dsn", "environment"])
-def test_another_client_encoding_changes_nothing(
-    dsn: str, sql: Sql, connect: Connect, monkeypatch: pytest.MonkeyPatch, where: str
-) -> None:
+def test_another_client_encoding_changes_nothing(dsn: str, sql: Sql, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """The first calls on a connection went by psycopg in that encoding, the others in UTF-8: a key was two keys."""
     if where == "dsn":
         dsn = make_conninfo(dsn, client_encoding="latin1")
@@ -138,6 +136,23 @@ with MessageBus(sys.argv[1], max_size=1, lock_timeout=60) as bus:
         )
         assert done.returncode == 0, done.stderr[-2000:]
     assert sql("select doorbell.head('events'), doorbell.head('elsewhere')") == [(1, 6)]
+
+
+def test_ctrl_c_that_comes_with_the_send_ends_the_query(direct: Direct, sql: Sql) -> None:
+    """The signal is handled as the call that sends returns: the query runs, and nobody has begun to wait for it."""
+    query = "select pg_sleep(%s::float8)"
+    for _ in range(2):
+        name = direct._prepared_name(query)
+
+    def interrupted(*args: Any) -> None:
+        direct.pgconn.send_query_prepared(*args)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        direct._answer(interrupted, name, [b"60"])
+    pid = direct.info.backend_pid
+    assert sql("select count(*) from pg_stat_activity where pid = %s and state = 'active'", pid) == [(0,)]
+    assert direct.send(query, [0.0]) == direct.send("select %s::text", [""]) == [("",)]
 
 
 def test_what_is_announced_with_an_answer_is_heard(dsn: str, connect: Connect) -> None:

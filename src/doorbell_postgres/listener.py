@@ -51,28 +51,33 @@ class Wire(Direct):
         try:
             want = next(gen)
             while True:
-                want = gen.send(self._until(want))
+                got = self._until_ready(self._answered if want == Wait.R else wire.readable(*self._fds, writable=self._fds[1]))
+                # An error or a hang-up is something to read.
+                want = gen.send(Ready((got & ~wire.WRITE and Wait.R) | (got & wire.WRITE and Wait.W)))
         except StopIteration as done:
             result: T = done.value
             return result
 
     def _until_readable(self) -> None:
-        self._in_time(dict(self._answered(1000 * self.patience)))
+        self._until_ready(self._answered)
 
-    def _until(self, want: Wait) -> Ready:
-        server = self.pgconn.socket
-        return Ready(self._in_time(wire.await_any({self.rope.fileno(): Wait.R.value, server: int(want)}, self.patience))[server])
-
-    def _in_time(self, got: dict[int, int]) -> dict[int, int]:
-        if self.rope.fileno() in got:
+    def _until_ready(self, ask: wire.Readable) -> int:
+        """What poll says of the server's socket."""
+        got = dict(ask(1000 * self.patience))
+        rope, server = self._fds
+        if rope in got:
             raise psycopg.OperationalError("closed while waiting")
         if not got:
             raise wire.Late(f"no answer within {self.patience:g} s")
-        return got
+        return got[server]
+
+    @property
+    def _fds(self) -> tuple[int, int]:
+        return self.rope.fileno(), self.pgconn.socket
 
     @cached_property
     def _answered(self) -> wire.Readable:
-        return wire.readable(self.rope.fileno(), self.pgconn.socket)
+        return wire.readable(*self._fds)
 
     def _answer(self, send: Callable[..., None], *args: Any) -> PGresult:
         try:

@@ -24,10 +24,6 @@ class Pooled(Direct):
 
     lending: object | None = None  # another one each time, while it is lent
 
-    @property
-    def is_lent(self) -> bool:
-        return self.lending is not None
-
 
 class _Dialer:
     """Stands where the pool expects a connection class, and keeps why the last dial failed: the pool only logs it."""
@@ -160,7 +156,7 @@ class Pool:
 def _undisturbed(step: Callable[[], None]) -> None:
     """Run a step of psycopg's pool where no signal interrupts it: amid one, Ctrl-C would lose the connection.
 
-    Signals come to the main thread, and the next time is soon enough to see what has become of it there.
+    Signals come to the main thread only. Interrupted there, this one waits no more, and the step goes on to its end.
     """
     if threading.current_thread() is not threading.main_thread():
         step()

@@ -6,14 +6,12 @@ No connection is held here and nothing waits: the shells do that, each in its ow
 from __future__ import annotations
 
 import logging
-import math
 import os
 import random
 import re
 import select
-import selectors
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, LiteralString, TypeAlias
 
@@ -393,38 +391,24 @@ def refuse_foreign(conn: object, expected: type) -> None:
 
 
 Readable: TypeAlias = Callable[[float | None], list[tuple[int, int]]]
+READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
 
 
-def await_any(wanted: Mapping[int, int], timeout: float | None) -> dict[int, int]:
-    """Which of these sockets are ready, as selectors' events; {} when `timeout` seconds have passed.
-
-    A poll wants one call of the system. A selector that is made for one wait wants six, which a ring would wait for.
-    """
-    if not hasattr(select, "poll"):  # pragma: no cover
-        with selectors.DefaultSelector() as selector:
-            for fd, events in wanted.items():
-                selector.register(fd, events)
-            return {key.fd: events for key, events in selector.select(timeout)}
-    poll = select.poll()
-    for fd, events in wanted.items():
-        poll.register(fd, (events & selectors.EVENT_READ and select.POLLIN) | (events & selectors.EVENT_WRITE and select.POLLOUT))
-    found = {}
-    # Rounded up: else the last millisecond would be spent asking.
-    for fd, got in poll.poll(None if timeout is None else math.ceil(1000 * timeout)):
-        ready = (selectors.EVENT_READ if got & ~select.POLLOUT else 0) | (selectors.EVENT_WRITE if got & select.POLLOUT else 0)
-        found[fd] = ready & wanted[fd] or wanted[fd]  # an error or a hang-up is news for whoever waits, for whatever
-    return found
-
-
-def readable(*fds: int) -> Readable:
+def readable(*fds: int, writable: int | None = None) -> Readable:
     """Asks which of these sockets have something to read, in pairs with what poll says of each, within so many milliseconds.
 
-    What an idle connection has to read is its end.
+    `writable` is the one of them that is ready when it can be written to, too. What an idle connection has to read is its
+    end. One call of the system: a selector that is made for one wait wants six, which a ring would wait for.
     """
     if not hasattr(select, "poll"):  # pragma: no cover
-        # Without an end, in parts: Ctrl-C does not end a select there.
-        return lambda ms: [(fd, 1) for fd in select.select(fds, [], [], 0.1 if ms is None else ms / 1000)[0]]
+
+        def ask(ms: float | None) -> list[tuple[int, int]]:
+            # Without an end, in parts: Ctrl-C does not end a select there.
+            read, write, _ = select.select(fds, [] if writable is None else [writable], [], 0.1 if ms is None else ms / 1000)
+            return [(fd, (fd in read and READ) | (fd in write and WRITE)) for fd in {*read, *write}]
+
+        return ask
     poll = select.poll()
     for fd in fds:
-        poll.register(fd, select.POLLIN)
+        poll.register(fd, READ | WRITE if fd == writable else READ)
     return poll.poll
