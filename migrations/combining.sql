@@ -135,6 +135,10 @@ declare
   v_head bigint;
   v_time timestamptz;
   v_armed boolean;
+  v_rows tid[];
+  v_keys text[]; -- null where no message has one, and so are the next two
+  v_seqs bigint[];
+  v_new boolean[];
 begin
   if current_setting('synchronous_commit') in ('off', 'local') then
     perform set_config('synchronous_commit', 'on', true);
@@ -151,37 +155,32 @@ begin
   v_time := clock_timestamp();
   -- Each is told, and announces for itself: this session may not want to, or may not live to do it.
   v_armed := doorbell._armed(channel_id);
-  -- No two of these are joined: planned for the one row that is expected, that would compare each with each.
-  with waiting as materialized (
-    select s.ctid, s.ticket, s.sender, s.body, s.headers, s.idempotency_key
-    from doorbell.staged as s
-    where s.channel_id = _number_staged.channel_id and s.ticket between v_first and v_last
-      and s.seq is null and (s.expires_at > v_time or s.ticket = _number_staged.ticket and s.backend = pg_backend_pid())
-    order by s.ticket
-    for no key update skip locked
-  ), known as (
-    select w.*, case when w.idempotency_key is not null then doorbell._seq_of(channel_id, w.idempotency_key) end as old_seq,
-           case when w.idempotency_key is null then w.ticket else min(w.ticket) over (partition by w.idempotency_key) end as first
-    from waiting as w
-  ), placed as (
-    select k.*, k.old_seq is null and k.first = k.ticket as is_new, count(*) over () > 1 as is_shared,
-           v_head + count(*) filter (where k.old_seq is null and k.first = k.ticket) over (order by k.ticket) as place
-    from known as k
-  ), numbered as materialized (
-    select p.*, coalesce(p.old_seq, min(p.place) over (partition by p.first)) as seq
-    from placed as p
-  ), appended as (
+  select array_agg(w.ctid), case when count(w.idempotency_key) > 0 then array_agg(w.idempotency_key) end into v_rows, v_keys
+    from (
+      select s.ctid, s.idempotency_key
+      from doorbell.staged as s
+      where s.channel_id = _number_staged.channel_id and s.ticket between v_first and v_last
+        and s.seq is null and (s.expires_at > v_time or s.ticket = _number_staged.ticket and s.backend = pg_backend_pid())
+      order by s.ticket
+      for no key update skip locked
+    ) as w;
+  if v_keys is not null then
+    select p.seqs, p.are_new into v_seqs, v_new from doorbell._place(channel_id, v_head, v_keys) as p;
+  end if;
+  -- They are locked, so they stay where they are.
+  with appended as (
     insert into doorbell.message (channel_id, seq, sender, body, headers, idempotency_key, created_at)
-      select _number_staged.channel_id, n.seq, n.sender, n.body, n.headers, n.idempotency_key, v_time
-      from numbered as n
-      where n.is_new
-      order by n.seq
+      select _number_staged.channel_id, coalesce(v_seqs[r.n], v_head + r.n), s.sender, s.body, s.headers, s.idempotency_key, v_time
+      from unnest(v_rows) with ordinality as r (ctid, n)
+      join doorbell.staged as s on s.ctid = r.ctid
+      where v_new[r.n] is not false
+      order by r.n
   )
   update doorbell.staged as s
-    set seq = n.seq, created_at = v_time,
-        flags = case when n.is_new then v_armed::integer + case when n.is_shared then 2 else 0 end end
-    from numbered as n
-    where s.ctid = n.ctid; -- they are locked, so they stay where they are
+    set seq = coalesce(v_seqs[r.n], v_head + r.n), created_at = v_time,
+        flags = case when v_new[r.n] is not false then v_armed::integer + case when cardinality(v_rows) > 1 then 2 else 0 end end
+    from unnest(v_rows) with ordinality as r (ctid, n)
+    where s.ctid = r.ctid;
 end
 $$;
 

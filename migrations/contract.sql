@@ -288,6 +288,28 @@ begin
 end
 $$;
 
+-- Where messages with these keys go, in their order, on a channel whose row is locked: a new one at the next number, one whose
+-- key the channel knows at its original, one whose key is also an earlier one's at that one. Null is no key.
+create function doorbell._place(channel_id bigint, head bigint, keys text[], out seqs bigint[], out are_new boolean[])
+language plpgsql volatile set search_path = pg_catalog, pg_temp
+as $$
+begin
+  with messages as (
+    select k.n, case when k.key is null then k.n else min(k.n) over (partition by k.key) end as first,
+           case when k.key is not null then doorbell._seq_of(channel_id, k.key) end as old_seq
+    from unnest(keys) with ordinality as k (key, n)
+  ), numbered as (
+    select m.n, head + row_number() over (order by m.n) as seq
+    from messages as m
+    where m.old_seq is null and m.first = m.n
+  )
+  select array_agg(coalesce(m.old_seq, f.seq) order by m.n), array_agg(m.old_seq is null and m.first = m.n order by m.n)
+    into seqs, are_new
+    from messages as m
+    left join numbered as f on f.n = m.first;
+end
+$$;
+
 -- Appends many messages to one channel: one lock, one contiguous run of numbers, all or nothing.
 --
 -- Promise: one row a draft, in the order given. New messages get consecutive numbers in that order; a draft whose key the
@@ -360,20 +382,7 @@ begin
     v_seqs := array(select v_head + n from generate_series(1, v_count) as n);
     v_posted := array_fill(true, array[v_count]);
   else
-    -- Where each draft ends up: at its original, at an earlier draft with its key, or at the next number.
-    with drafts as (
-      select d.n, case when d.key is null then d.n else min(d.n) over (partition by d.key) end as first,
-             case when d.key is not null then doorbell._seq_of(v_id, d.key) end as old_seq
-      from unnest(idempotency_keys) with ordinality as d (key, n)
-    ), numbered as (
-      select d.n, v_head + row_number() over (order by d.n) as seq
-      from drafts as d
-      where d.old_seq is null and d.first = d.n
-    )
-    select array_agg(coalesce(d.old_seq, f.seq) order by d.n), array_agg(d.old_seq is null and d.first = d.n order by d.n)
-      into v_seqs, v_posted
-      from drafts as d
-      left join numbered as f on f.n = d.first;
+    select p.seqs, p.are_new into v_seqs, v_posted from doorbell._place(v_id, v_head, idempotency_keys) as p;
   end if;
 
   insert into doorbell.message (channel_id, seq, sender, body, headers, idempotency_key, created_at)
