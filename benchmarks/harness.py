@@ -15,7 +15,7 @@ import time
 import traceback
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from multiprocessing.connection import Connection as Pipe
 from typing import Any, Literal, TypeAlias
@@ -130,9 +130,12 @@ class Row:
     ours: float | None = None
     target: Target | None = None
     note: str = ""
+    paired: float | None = None  # the median of the rounds' ratios, where the two took turns in rounds
 
     @property
     def ratio(self) -> float | None:
+        if self.paired is not None:
+            return self.paired
         return self.ours / self.floor if self.ours is not None and self.floor else None
 
     @property
@@ -141,6 +144,16 @@ class Row:
         if self.ours is None or self.target is None:
             return None
         return self.target.holds(self.ours, self.ratio)
+
+
+def compared(
+    name: str, unit: str, floor: Sequence[float], ours: Sequence[float], target: Target | None, note: str = "", *, each: int = 1
+) -> Row:
+    """Two sides by their rates in the same rounds, in calls of `each` a second. A machine that is slower in one round than in
+    the next is so for both, and each round has a ratio of its own: theirs is the median of these.
+    """
+    paired = statistics.median(o / f for f, o in zip(floor, ours, strict=True))
+    return Row(name, unit, each * statistics.median(floor), each * statistics.median(ours), target, note, paired)
 
 
 def skipped(name: str, why: str) -> Row:
@@ -207,8 +220,12 @@ def percentile(values: Iterable[float], q: float) -> float:
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)]
 
 
+def rates(samples: Sequence[Sample]) -> list[float]:
+    return [sample.rate for sample in samples]
+
+
 def median_rate(samples: Sequence[Sample]) -> float:
-    return statistics.median(sample.rate for sample in samples)
+    return statistics.median(rates(samples))
 
 
 def median_percentile(samples: Sequence[Sample], q: float) -> float:
@@ -335,6 +352,21 @@ def alternate(crew: Crew, methods: Sequence[str], size: Size, *, before: str | N
                 turns[method].append(crew.run(method, size.seconds / size.turns))
         for method in methods:
             samples[method].append(Sample.of(turns[method]))
+    return samples
+
+
+def alternate_anew(
+    make: Callable[..., Any], dsn: str, methods: Sequence[str], size: Size, *, before: str | None = None
+) -> dict[str, list[Sample]]:
+    """As `alternate`, of one process; a new one for each of twice as many rounds of half the length. Where its memory comes to
+    lie makes a process up to a twentieth faster or slower than the next, for as long as it lives.
+    """
+    samples: dict[str, list[Sample]] = {method: [] for method in methods}
+    half = replace(size, rounds=1, seconds=size.seconds / 2, turns=max(1, size.turns // 2))
+    for _ in range(2 * size.rounds):
+        with Crew(make, dsn) as crew:
+            for method, found in alternate(crew, methods, half, before=before).items():
+                samples[method] += found
     return samples
 
 

@@ -23,7 +23,7 @@ from typing import Any
 
 import psycopg
 
-from benchmarks.harness import BODY, Bench, Crew, Result, Row, alternate, clock, median_rate, skipped
+from benchmarks.harness import BODY, Bench, Crew, Result, alternate, clock, compared, median_rate, rates, skipped
 from benchmarks.posting import Poster
 
 
@@ -91,7 +91,7 @@ def _compare(bench: Bench, name: str, make: Callable[..., Any], dsn: str, **opti
             samples = alternate(crew, ["floor", "shared", "theirs"], bench.size)
         who = "1 process" if count == 1 else f"{count} processes, 1 queue"
         ours = f"doorbell-postgres in the same run: {median_rate(samples['shared']):,.0f} posts/s"
-        yield Row(f"{name}, {who}", "messages/s", median_rate(samples["floor"]), median_rate(samples["theirs"]), note=ours)
+        yield compared(f"{name}, {who}", "messages/s", rates(samples["floor"]), rates(samples["theirs"]), None, ours)
 
 
 def procrastinate(bench: Bench) -> Iterator[Result]:

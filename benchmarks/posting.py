@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
@@ -18,11 +17,13 @@ from benchmarks.harness import (
     Result,
     Row,
     alternate,
+    alternate_anew,
     at_least,
     at_most,
     clock,
+    compared,
     median_percentile,
-    median_rate,
+    rates,
     skipped,
 )
 from doorbell_postgres import MessageBus
@@ -47,10 +48,9 @@ class Poster:
 def post(bench: Bench) -> Iterator[Result]:
     """post, 1 process"""
     dsn = bench.database()
-    with Crew(Poster, dsn) as crew:
-        samples = alternate(crew, ["floor", "own"], bench.size)
+    samples = alternate_anew(Poster, dsn, ["floor", "own"], bench.size)
     note = floor.pgbench_note(dsn, 1, bench.size.seconds)
-    yield Row("post, 1 process", "posts/s", median_rate(samples["floor"]), median_rate(samples["own"]), at_least(0.80), note)
+    yield compared("post, 1 process", "posts/s", rates(samples["floor"]), rates(samples["own"]), at_least(0.80), note)
 
 
 def post_processes(bench: Bench) -> Iterator[Result]:
@@ -61,19 +61,19 @@ def post_processes(bench: Bench) -> Iterator[Result]:
         contended = alternate(crew, ["floor", "shared"], bench.size)
     note = floor.pgbench_note(dsn, count, bench.size.seconds)
     own, shared = samples["own"], contended["shared"]
-    yield Row(
+    yield compared(
         f"post, {count} processes, {count} channels",
         "posts/s",
-        median_rate(samples["floor"]),
-        median_rate(own),
+        rates(samples["floor"]),
+        rates(own),
         at_least(0.70),
         note,
     )
-    yield Row(
+    yield compared(
         f"post, {count} processes, 1 channel",
         "posts/s",
-        median_rate(contended["floor"]),
-        median_rate(shared),
+        rates(contended["floor"]),
+        rates(shared),
         at_least(0.50),
     )
     yield Row(
@@ -107,12 +107,13 @@ def post_many(bench: Bench) -> Iterator[Result]:
     batch = bench.size.batch
     with Crew(Batcher, bench.database(), batch=batch) as crew:
         samples = alternate(crew, ["floor", "ours"], bench.size)
-    yield Row(
+    yield compared(
         f"post_many, {batch:,} messages a call, against COPY",
         "messages/s",
-        batch * median_rate(samples["floor"]),
-        batch * median_rate(samples["ours"]),
+        rates(samples["floor"]),
+        rates(samples["ours"]),
         at_least(0.30),
+        each=batch,
     )
 
 
@@ -205,10 +206,10 @@ def post_concurrent(bench: Bench) -> Iterator[Result]:
                 except ImportError:
                     yield skipped(name, "there is no doorbell_postgres.aio here")
                     continue
-            rates: dict[str, list[float]] = {"floor": [], "ours": []}
-            for which in rates:
+            found: dict[str, list[float]] = {"floor": [], "ours": []}
+            for which in found:
                 crew.call(f"{kind}_{which}", size.warm)
             for _ in range(size.rounds * size.turns):
-                for which, measured in rates.items():
+                for which, measured in found.items():
                     measured += crew.call(f"{kind}_{which}", size.seconds / size.turns)
-            yield Row(name, "posts/s", statistics.median(rates["floor"]), statistics.median(rates["ours"]), at_least(1.5))
+            yield compared(name, "posts/s", found["floor"], found["ours"], at_least(1.5))

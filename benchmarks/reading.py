@@ -10,7 +10,21 @@ from typing import Any
 import psycopg
 
 from benchmarks import floor
-from benchmarks.harness import Bench, Crew, Result, Row, alternate, at_least, fill, median_percentile, median_rate, skipped
+from benchmarks.harness import (
+    Bench,
+    Crew,
+    Result,
+    Row,
+    alternate,
+    alternate_anew,
+    at_least,
+    compared,
+    fill,
+    median_percentile,
+    median_rate,
+    rates,
+    skipped,
+)
 from doorbell_postgres import MessageBus
 
 # The columns and expressions that ours reads, in one statement and without paging.
@@ -52,9 +66,15 @@ def read(bench: Bench) -> Iterator[Result]:
     fill(dsn, "log", count, handle="reader")
     with Crew(Reader, dsn, expected=count) as crew:
         samples = alternate(crew, ["floor", "catch_up", "unacked"], bench.size)
-    rate = median_rate(samples["floor"])
     for name in ("catch_up", "unacked"):
-        yield Row(f"{name} of {count:,} messages", "messages/s", count * rate, count * median_rate(samples[name]), at_least(0.5))
+        yield compared(
+            f"{name} of {count:,} messages",
+            "messages/s",
+            rates(samples["floor"]),
+            rates(samples[name]),
+            at_least(0.5),
+            each=count,
+        )
 
 
 class Acker:
@@ -63,11 +83,13 @@ class Acker:
     def __init__(self, dsn: str, index: int) -> None:
         self._writer = floor.Writer(dsn)
         self._bus = MessageBus(dsn)
-        self._acked = 0
+        self._acked = self.acked()
         self._connection = psycopg.connect(dsn, autocommit=True)
-        self._connection.execute("create table plain_cursor (channel_id bigint, handle text, acked_seq bigint,"
-                                 " acked_at timestamptz, primary key (channel_id, handle)) with (fillfactor = 50)")  # fmt: skip
-        self._connection.execute("insert into plain_cursor values (1, 'worker', 0, now())")
+        self._connection.execute(
+            "create table if not exists plain_cursor (channel_id bigint, handle text, acked_seq bigint, acked_at timestamptz,"
+            " primary key (channel_id, handle)) with (fillfactor = 50)"
+        )
+        self._connection.execute("insert into plain_cursor values (1, 'worker', 0, now()) on conflict do nothing")
         self._cursor = self._connection.cursor()
         self.floor = self._writer.insert
 
@@ -96,17 +118,14 @@ def ack(bench: Bench) -> Iterator[Result]:
     """ack"""
     dsn = bench.database()
     fill(dsn, "log", max(20_000, bench.size.messages), handle="worker")
-    with Crew(Acker, dsn) as crew:
-        samples = alternate(crew, ["floor", "update", "ours"], bench.size, before="read")
-    ours = median_rate(samples["ours"])
-    update = median_rate(samples["update"])
-    yield Row(
+    samples = alternate_anew(Acker, dsn, ["floor", "update", "ours"], bench.size, before="read")
+    yield compared(
         "ack",
         "acks/s",
-        median_rate(samples["floor"]),
-        ours,
+        rates(samples["floor"]),
+        rates(samples["ours"]),
         at_least(0.9),
-        f"a plain UPDATE of one row: {update:,.0f}/s",
+        f"a plain UPDATE of one row: {median_rate(samples['update']):,.0f}/s",
     )
     yield Row("ack: p99", "ms", median_percentile(samples["floor"], 0.99), median_percentile(samples["ours"], 0.99))
 
@@ -141,10 +160,10 @@ def admission(bench: Bench) -> Iterator[Result]:
     fill(dsn, "log", max(3_000, bench.size.messages // 4), handle="worker")
     with Crew(Worker, dsn) as crew:
         samples = alternate(crew, ["floor", "ours"], bench.size)
-    yield Row(
+    yield compared(
         "admit + finish, against two floors",
         "turns/s",
-        median_rate(samples["floor"]),
-        median_rate(samples["ours"]),
+        rates(samples["floor"]),
+        rates(samples["ours"]),
         at_least(0.4),
     )

@@ -28,10 +28,11 @@ from benchmarks.harness import (
     alternate,
     at_least,
     at_most,
+    compared,
     fill,
     keys_held,
-    median_rate,
     percentile,
+    rates,
     skipped,
     within,
 )
@@ -170,11 +171,17 @@ class Slow:
 def test_a_slow_side_shows_in_the_ratio_and_misses_its_target() -> None:
     with Crew(Slow, "") as crew:
         samples = alternate(crew, ["floor", "ours"], Size(seconds=0.1, rounds=3, warm=0.01))
-    row = Row("slow", "calls/s", median_rate(samples["floor"]), median_rate(samples["ours"]), at_least(0.5))
+    row = compared("slow", "calls/s", rates(samples["floor"]), rates(samples["ours"]), at_least(0.5))
     assert row.ratio is not None
     assert row.ratio < 0.3
     assert row.ok is False
     assert "NO" in report.table([row])
+
+
+def test_a_machine_that_changes_between_rounds_changes_no_ratio() -> None:
+    row = compared("", "", floor=[100, 40, 80], ours=[50, 20, 60], target=at_least(0.5))
+    assert (row.floor, row.ours, row.ratio) == (80, 50, 0.5)
+    assert compared("", "", [1, 2, 3], [3, 2, 1], None, each=1_000).floor == 2_000
 
 
 def test_actors_live_in_processes_of_their_own() -> None:
