@@ -491,7 +491,7 @@ class Listener:
         with self._lock:
             for (each, mailbox), own in zip(asked, news, strict=True):
                 if not self._waits(each, mailbox):
-                    continue  # its wait has ended meanwhile, and its floors are not ours to move
+                    continue  # its wait has ended: what comes of this would take the next one off the list, and ring nobody
                 outcome: Outcome | None = each.settle(own)
                 rang = rang or outcome is not None
                 if outcome is None and each in self._fresh:

@@ -412,7 +412,7 @@ class Listener:
         rang = False
         for (each, mailbox), own in zip(asked, watch.answer(watches, news), strict=True):
             if not self._waits(each, mailbox):
-                continue  # its wait has ended meanwhile, and its floors are not ours to move
+                continue  # its wait has ended: what comes of this would take the next one off the list, and ring nobody
             outcome: Outcome | None = each.settle(own)
             if outcome is not None:
                 rang = True
