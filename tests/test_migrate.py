@@ -13,9 +13,11 @@ from typing import Any
 
 import psycopg
 import pytest
+from click.testing import CliRunner
 from psycopg.conninfo import make_conninfo
 
-from doorbell_postgres import migrate
+from doorbell_postgres import cli, migrate
+from doorbell_postgres.cli import command
 from doorbell_postgres.errors import DatabaseUnavailable, DoorbellError, InvalidInput, SchemaMismatch
 from support import Api, TestServer
 
@@ -109,15 +111,31 @@ def test_functions_that_somebody_replaced_are_declared_anew(dsn: str) -> None:
     assert catalog(dsn) == expected
 
 
-def test_a_database_that_cannot_hold_all_text_is_refused(server: TestServer) -> None:
+@pytest.fixture
+def latin_dsn(server: TestServer) -> Iterator[str]:
+    """A database that is not encoded in UTF8."""
     name = f"latin_{secrets.token_hex(4)}"
     with psycopg.connect(server.dsn("postgres"), autocommit=True) as admin:
         admin.execute(f"create database {name} encoding 'LATIN1' locale 'C' template template0".encode())
-        try:
-            with pytest.raises(SchemaMismatch, match=r"encoded in LATIN1.*createdb --encoding UTF8"):
-                migrate.upgrade(server.dsn(name))
-        finally:
-            admin.execute(f"drop database {name} with (force)".encode())
+        yield server.dsn(name)
+        admin.execute(f"drop database {name} with (force)".encode())
+
+
+def test_a_database_that_cannot_hold_all_text_is_refused(latin_dsn: str) -> None:
+    with pytest.raises(SchemaMismatch, match=r"encoded in LATIN1.*createdb --encoding UTF8"):
+        migrate.upgrade(latin_dsn)
+    assert execute(latin_dsn, "select count(*) from pg_namespace where nspname = 'doorbell'") == [(0,)]
+
+
+def test_the_check_says_what_upgrade_would_refuse(latin_dsn: str) -> None:
+    """And not to run what refuses."""
+    with pytest.raises(SchemaMismatch) as refused:
+        migrate.upgrade(latin_dsn)
+    found = migrate.status(latin_dsn)
+    assert (found.encoding, found.ready) == ("LATIN1", False)
+    assert str(found) == str(refused.value)
+    done = CliRunner().invoke(cli.main, ["migrate", "--check", "--dsn", latin_dsn])
+    assert (done.exit_code, done.stdout) == (command.REFUSED, f"{refused.value}\n")
 
 
 def test_a_declaration_restores_the_recorded_grants(dsn: str, role: str, server: TestServer) -> None:

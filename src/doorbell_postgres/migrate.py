@@ -31,28 +31,44 @@ DECLARED = ("contract.sql", "combining.sql", "admission.sql", "operations.sql", 
 class Status:
     """Where a database stands: `current` is its revision (None: no schema), `newest` this package's.
 
-    `declared` says whether its functions and views are the ones of this package; `changed`, after `upgrade`, whether that has
-    done something.
+    `declared` says whether its functions and views are the ones of this package; `encoding` is what the database is encoded
+    in; `changed`, after `upgrade`, says whether that has done something.
     """
 
     current: str | None
     newest: str
     known: bool
     declared: bool
+    encoding: str
     changed: bool | None = field(default=None, compare=False)
 
     @property
     def ready(self) -> bool:
         return self.current == self.newest and self.declared
 
+    @property
+    def refusal(self) -> str | None:
+        """Why `upgrade` refuses this database, if it does."""
+        if not self.known:
+            return (
+                f"The schema is at revision {self.current}, which this doorbell-postgres does not know: a newer version has "
+                "migrated it. Going on would put old functions over newer tables. Upgrade doorbell-postgres on this host."
+            )
+        if self.encoding != "UTF8" and not self.ready:
+            return (
+                f"The database is encoded in {self.encoding}, and messages are any Unicode text. Nothing was changed. Create one "
+                "for them: createdb --encoding UTF8 --template template0 NAME"
+            )
+        return None
+
     def __str__(self) -> str:
+        if self.refusal is not None:
+            return self.refusal
         if self.ready:
             did = {True: "Migrated. ", False: "Nothing to do. ", None: ""}[self.changed]
             return f"{did}The schema is at revision {self.current}, the newest."
         if self.current is None:
             return f"There is no doorbell schema; the newest revision is {self.newest}. Run: doorbell migrate."
-        if not self.known:
-            return _too_new(self.current)
         if self.current == self.newest:
             return f"The schema is at revision {self.current}, but its functions are not this version's. Run: doorbell migrate."
         return f"The schema is at revision {self.current}; the newest is {self.newest}. Run: doorbell migrate."
@@ -80,7 +96,8 @@ def upgrade(dsn: str) -> Status:
     """Migrate to the newest revision and return where the database stands; a second run changes nothing.
 
     Safe from many processes at once: all but one wait, then find nothing to do. Raises SchemaMismatch when the database
-    is at a revision that this package does not know: going on would put old functions over a newer schema.
+    is at a revision that this package does not know, since going on would put old functions over a newer schema, or is not
+    encoded in UTF8.
     """
     from alembic import command
 
@@ -90,15 +107,9 @@ def upgrade(dsn: str) -> Status:
         # Only now: before, it would cancel those who wait for the guard.
         connection.exec_driver_sql("set local lock_timeout = '30s'")
         before = _status(connection)
-        if not before.known:
-            raise SchemaMismatch(_too_new(before.current))
+        if before.refusal is not None:
+            raise SchemaMismatch(before.refusal)
         if not before.ready:
-            encoding = connection.exec_driver_sql("show server_encoding").scalar()
-            if encoding != "UTF8":
-                raise SchemaMismatch(
-                    f"The database is encoded in {encoding}, and messages are any Unicode text. Nothing was changed. Create one "
-                    "for them: createdb --encoding UTF8 --template template0 NAME"
-                )
             for statement in preamble():
                 connection.exec_driver_sql(statement)
             config = _config()
@@ -191,14 +202,8 @@ def _status(connection: Connection) -> Status:
     if connection.exec_driver_sql(f"select to_regclass('{SCHEMA}.meta')").scalar() is not None:
         declares = connection.exec_driver_sql(f"select declares from {SCHEMA}.meta").scalar()
     known = current is None or current in {revision.revision for revision in script.walk_revisions()}
-    return Status(current, newest, known, declares == declared_hash())
-
-
-def _too_new(revision: str | None) -> str:
-    return (
-        f"The schema is at revision {revision}, which this doorbell-postgres does not know: a newer version has migrated it. "
-        "Going on would put old functions over newer tables. Upgrade doorbell-postgres on this host."
-    )
+    encoding = str(connection.exec_driver_sql("show server_encoding").scalar())
+    return Status(current, newest, known, declares == declared_hash(), encoding)
 
 
 def _config() -> Any:
