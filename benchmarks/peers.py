@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -85,13 +86,13 @@ class RedisStreams(Poster):
         self._redis.xadd("shared", {"sender": "bench", "body": BODY})
 
 
-def _compare(bench: Bench, name: str, make: Callable[..., Any], dsn: str, **options: Any) -> Iterator[Result]:
+def _compare(bench: Bench, name: str, versions: str, make: Callable[..., Any], dsn: str, **options: Any) -> Iterator[Result]:
     for count in (1, bench.size.processes):
         with Crew(make, dsn, count, **options) as crew:
             samples = alternate(crew, ["floor", "shared", "theirs"], bench.size)
         who = "1 process" if count == 1 else f"{count} processes, 1 queue"
-        ours = f"doorbell-postgres in the same run: {median_rate(samples['shared']):,.0f} posts/s"
-        yield compared(f"{name}, {who}", "messages/s", rates(samples["floor"]), rates(samples["theirs"]), None, ours)
+        note = f"{versions}; doorbell-postgres in the same run: {median_rate(samples['shared']):,.0f} posts/s"
+        yield compared(f"{name}, {who}", "messages/s", rates(samples["floor"]), rates(samples["theirs"]), None, note)
 
 
 def procrastinate(bench: Bench) -> Iterator[Result]:
@@ -101,7 +102,7 @@ def procrastinate(bench: Bench) -> Iterator[Result]:
         return
     dsn = bench.database()
     _install_procrastinate(dsn)
-    yield from _compare(bench, "procrastinate: defer", Procrastinate, dsn)
+    yield from _compare(bench, "procrastinate: defer", f"procrastinate {version('procrastinate')}", Procrastinate, dsn)
 
 
 def pgqueuer(bench: Bench) -> Iterator[Result]:
@@ -111,12 +112,12 @@ def pgqueuer(bench: Bench) -> Iterator[Result]:
         return
     dsn = bench.database()
     _install_pgqueuer(dsn)
-    yield from _compare(bench, "PgQueuer: enqueue", PgQueuer, dsn)
+    yield from _compare(bench, "PgQueuer: enqueue", f"PgQueuer {version('pgqueuer')}", PgQueuer, dsn)
 
 
 @contextlib.contextmanager
-def _redis(program: str) -> Iterator[str]:
-    """A private server that flushes its log before it answers; the path of its socket."""
+def _redis(program: str) -> Iterator[tuple[str, str]]:
+    """A private server that flushes its log before it answers: the path of its socket, and its version."""
     with tempfile.TemporaryDirectory(prefix="doorbell-") as directory:
         socket = str(Path(directory) / "redis.sock")
         process = subprocess.Popen(
@@ -138,7 +139,7 @@ def _redis(program: str) -> Iterator[str]:
                 except redis.ConnectionError:
                     if clock() > ends or process.poll() is not None:
                         raise
-            yield socket
+            yield socket, client.info("server")["redis_version"]
         finally:
             process.terminate()
             process.wait()
@@ -154,5 +155,6 @@ def redis_streams(bench: Bench) -> Iterator[Result]:
         yield skipped("Redis Streams", "its client is not installed (pip install redis)")
         return
     dsn = bench.database()
-    with _redis(program) as socket:
-        yield from _compare(bench, "Redis Streams: xadd, appendfsync always", RedisStreams, dsn, socket=socket)
+    with _redis(program) as (socket, server):
+        versions = f"Redis {server}, redis-py {version('redis')}"
+        yield from _compare(bench, "Redis Streams: xadd, appendfsync always", versions, RedisStreams, dsn, socket=socket)
