@@ -17,6 +17,7 @@ from psycopg.conninfo import make_conninfo
 
 from doorbell_postgres import BusClosed, DatabaseUnavailable, InvalidInput, SchemaMismatch, WrongLoop
 from doorbell_postgres.aio import AsyncDoorbell, AsyncMessageBus, AsyncStore
+from doorbell_postgres.aio.store import Session
 from support import backends, eventually, run_script
 from support.proxy import Proxy
 
@@ -236,6 +237,36 @@ def test_a_cancelled_post_ends_on_the_server_too(dsn: str, sql: Sql, connect: Co
             assert await bus.store.head("events") == 0  # the one connection is there again
             holder.rollback()
             assert (await bus.post("events", "one", sender="ci")).seq == 1
+
+    asyncio.run(main())
+
+
+def test_a_cancel_that_comes_too_soon_is_sent_again(
+    dsn: str, sql: Sql, connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server forgets one that comes before it has begun with the query."""
+    lost: list[object] = []
+    cancel_safe = Session.cancel_safe
+
+    async def first_is_lost(self: Session, *, timeout: float = 30.0) -> None:
+        lost.append(self)
+        if len(lost) > 1:
+            await cancel_safe(self, timeout=timeout)
+
+    async def main() -> None:
+        async with AsyncMessageBus(dsn, max_size=1) as bus:
+            holder = connect()
+            holder.execute("select doorbell.post('events', 'held', 'holder')")
+            posting = asyncio.create_task(bus.post("events", "cancelled", sender="ci"))
+            ((pid, *_),) = await until(lambda: backends(sql, "wait_event_type = 'Lock'"))
+            monkeypatch.setattr(Session, "cancel_safe", first_is_lost)
+            posting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await posting
+            assert len(lost) > 1
+            assert sql("select state from pg_stat_activity where pid = %s", pid) == [("idle",)], "the connection is kept"
+            holder.rollback()
+            assert await bus.store.head("events") == 0
 
     asyncio.run(main())
 

@@ -155,6 +155,29 @@ def test_ctrl_c_that_comes_with_the_send_ends_the_query(direct: Direct, sql: Sql
     assert direct.send(query, [0.0]) == direct.send("select %s::text", [""]) == [("",)]
 
 
+def test_a_cancel_that_comes_too_soon_is_sent_again(direct: Direct, sql: Sql, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server forgets one that comes before it has begun with the query."""
+    cancel_safe, sent = direct.cancel_safe, []
+
+    def first_is_lost(*, timeout: float) -> None:
+        sent.append(timeout)
+        if len(sent) > 1:
+            cancel_safe(timeout=timeout)
+
+    def interrupted(*args: Any) -> None:
+        direct.pgconn.send_query_prepared(*args)
+        raise KeyboardInterrupt
+
+    query = "select pg_sleep(%s::float8)"
+    for _ in range(2):
+        name = direct._prepared_name(query)
+    monkeypatch.setattr(direct, "cancel_safe", first_is_lost)
+    with pytest.raises(KeyboardInterrupt):
+        direct._answer(interrupted, name, [b"60"])
+    assert len(sent) > 1
+    assert direct.send(query, [0.0]) == direct.send("select %s::text", [""]) == [("",)]
+
+
 def test_what_is_announced_with_an_answer_is_heard(dsn: str, connect: Connect) -> None:
     """Once it is read, no poll of the socket shows it any more."""
     pulled, rope = socket.socketpair()

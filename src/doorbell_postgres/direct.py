@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
@@ -109,11 +110,15 @@ class Direct(psycopg.Connection[Any]):
     def _end(self) -> None:
         """End the query that runs, so that it holds nothing any more; the connection too, if that takes long."""
         try:
+            ends = time.monotonic() + SETTLE
             self.cancel_safe(timeout=SETTLE)
             while self.pgconn.is_busy():
-                if not self.readable(1000 * SETTLE):
+                if self.readable(1000 * wire.CANCEL_AGAIN):
+                    self.pgconn.consume_input()
+                elif time.monotonic() > ends:
                     raise TimeoutError
-                self.pgconn.consume_input()
+                else:
+                    self.cancel_safe(timeout=SETTLE)
             while self.pgconn.get_result():
                 pass
         except BaseException:  # whatever it was, a second Ctrl-C included: this connection is not to be trusted

@@ -58,6 +58,9 @@ KEEPALIVE = {
 POOL_LEAST, POOL_PATIENCE = 1.0, 3.0
 # How long a connection may be kept out of the pool, in seconds: the pool renews connections that have grown old.
 POOL_KEEP = 60.0
+# After so many seconds without an end of the query, a cancel is sent again: one that comes before the server has begun with
+# the query is forgotten.
+CANCEL_AGAIN = 0.1
 _POOL = "doorbell"
 
 

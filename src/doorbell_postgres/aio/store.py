@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import itertools
 import logging
 import os
 import time
@@ -55,14 +56,19 @@ class Session(psycopg.AsyncConnection[Any]):
     async def _end(self, gen: PQGen[Any]) -> None:
         try:
             async with asyncio.timeout(SETTLE):
-                await self.cancel_safe(timeout=SETTLE)
-                try:
-                    await drive(gen, self.pgconn.socket)
-                except psycopg.errors.QueryCanceled:
-                    return
-                except psycopg.Error as exc:
-                    log.debug("a cancelled call was refused anyway (%s)", type(exc).__name__)
-                # Answered, not cancelled: the cancel may still be on its way. It shall hit nothing but this empty query.
+                for again in itertools.count():
+                    await self.cancel_safe(timeout=SETTLE)
+                    try:
+                        await drive(gen, self.pgconn.socket, wire.CANCEL_AGAIN)
+                    except wire.Late:
+                        continue
+                    except psycopg.errors.QueryCanceled:
+                        if not again:
+                            return
+                    except psycopg.Error as exc:
+                        log.debug("a cancelled call was refused anyway (%s)", type(exc).__name__)
+                    break
+                # A cancel may still be on its way. It shall hit nothing but this empty query.
                 self.pgconn.send_query(b"")
                 await drive(execute(self.pgconn), self.pgconn.socket)
                 return
