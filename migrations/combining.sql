@@ -35,7 +35,7 @@ $$;
 -- The answer is that of doorbell._answer. {}: others are posting, and nothing was written. Null: nothing was written, and this
 --   wants doorbell.post (a channel's first message, a key that is known).
 -- Locks: the queue lock and the channel row, if both are free. A key that is found at once takes none.
--- Errors: RB001 bad input or not READ COMMITTED.
+-- Errors: RB001 bad input or not READ COMMITTED; 55P03 a table was locked for 5 s, as by VACUUM FULL.
 create function doorbell.try_post(
   channel text,
   body text,
@@ -43,7 +43,7 @@ create function doorbell.try_post(
   idempotency_key text default null,
   headers jsonb default '{}'
 ) returns bigint[]
-language plpgsql volatile security definer set enable_seqscan = off set enable_bitmapscan = off
+language plpgsql volatile security definer set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_id bigint;
@@ -87,7 +87,7 @@ return clock_timestamp() + ms * interval '1 ms';
 --
 -- {channel_id, ticket}: collect wants the ticket, in the next transaction of this session. Null: nothing was written, and this
 --   wants doorbell.post (a channel's first message, a key that is known, a large message).
--- Errors: RB001 bad input or not READ COMMITTED.
+-- Errors: as try_post.
 create function doorbell.stage(
   channel text,
   body text,
@@ -96,7 +96,7 @@ create function doorbell.stage(
   headers jsonb default '{}',
   for_ms integer default 5000
 ) returns bigint[]
-language plpgsql volatile security definer set enable_seqscan = off set enable_bitmapscan = off
+language plpgsql volatile security definer set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
 as $$
 declare
   v_answer bigint[];
@@ -301,8 +301,9 @@ $$;
 --   busy, or where a bell waits, raises 2D000, and nothing is posted. The answer is as try_post's; null means that nothing was written and that this wants
 --   doorbell.post. With announce, bells that may wait are told, in a transaction that flushes nothing; whatever happens to
 --   that, the post is in the log. busy says that the caller has just met others there: it saves a look.
--- Errors: as doorbell.post; RB008 the outcome is not known (with a key the post may be sent again). Nor is it after a 57014
---   that does not say "Nothing was posted": the cancel may have come behind the commit.
+-- Errors: as doorbell.post; RB008 the outcome is not known (with a key the post may be sent again). Nor is it after another error
+--   that comes from behind the first commit, as its context shows, and does not say "Nothing was posted": a cancel, a lock on
+--   doorbell.staged, a migration that has come in between.
 create procedure doorbell.post_combined(
   channel text,
   body text,

@@ -384,6 +384,45 @@ def test_what_another_session_has_staged_is_not_collected(bus: MessageBus, sql: 
     assert log(sql) == [(1, "zero")]
 
 
+@pytest.mark.parametrize("key", [None, "key"])
+def test_who_cannot_read_the_answer_does_not_know(
+    bus: MessageBus, open_bus: OpenBus, sql: Sql, connect: Connect, busy: Any, key: str | None
+) -> None:
+    """As while an operator runs VACUUM FULL: no error says "not posted" of what is in the log. With a key it is sent again."""
+    bus.post("events", "zero", sender="ci")
+    holding, first = busy()
+    between = connect()
+    turn = background(between.execute, "select pg_advisory_xact_lock(doorbell._key(85, id)) from doorbell.channel")
+    waiting_in_database(sql, 2)
+    post = background(open_bus(lock_timeout=2).post, "events", "unlucky", sender="ci", idempotency_key=key)
+    waiting_in_database(sql, 3)
+    holding.rollback()
+    turn.result(10)  # both are numbered, and the unlucky one has not looked yet
+    vandal = connect()
+    vandal.execute("lock table doorbell.staged")
+    between.rollback()
+    if key is None:
+        with pytest.raises(OutcomeUnknown, match="lock timeout"):
+            post.result(20)
+    else:
+        assert post.result(20).seq == 3
+    vandal.rollback()
+    assert log(sql) == [(1, "zero"), (first.result(10)[0], "first"), (3, "unlucky")]
+
+
+def test_a_post_waits_for_no_table_without_an_end(bus: MessageBus, open_bus: OpenBus, connect: Connect) -> None:
+    bus.post("events", "zero", sender="ci")
+    limited = open_bus(lock_timeout=1)
+    limited.post("events", "one", sender="ci")
+    vandal = connect()
+    vandal.execute("lock table doorbell.channel")
+    for key in (None, "key"):
+        with pytest.raises(ChannelBusy, match="Nothing was written"):
+            limited.post("events", "two", sender="ci", idempotency_key=key)
+    vandal.rollback()
+    assert limited.post("events", "two", sender="ci").seq == 3
+
+
 def test_many_processes_on_one_channel(api: Api, dsn: str, bus: Any, sql: Sql, processes: Processes) -> None:
     """Each gets the number under which its message is in the log, keys are posted once, and no number is missing."""
     posters = [

@@ -325,19 +325,30 @@ class Attempts:
         busy = state == errors.LOCK_TIMEOUT and call.posts is None
         lost = isinstance(exc, psycopg.OperationalError)
         unanswered = (state is not None or lost) and errors.leaves_outcome_open(state, commits=call.commits)
-        if sent and unanswered and not call.repeatable:
-            raise OutcomeUnknown(
-                f"The call ended before its answer came ({why(exc)}): the change may or may not be in the database. "
-                "Look before sending it again, but not before the lock timeout is over; "
-                "a post with an idempotency_key is retried safely."
-            ) from exc
-        if not (busy or errors.is_transient(state, connection_lost=lost)):
+        behind = call.commits and _is_behind_commit(exc)
+        unknown = OutcomeUnknown(
+            f"The call ended before its answer came ({why(exc)}): the change may or may not be in the database. "
+            "Look before sending it again, but not before the lock timeout is over; "
+            "a post with an idempotency_key is retried safely."
+        )
+        if sent and (unanswered or behind) and not call.repeatable:
+            raise unknown from exc
+        if not (busy or behind or errors.is_transient(state, connection_lost=lost)):
             raise translate(exc, call) from None
         delay = self._delay * random.uniform(0.5, 1.0)
         self._delay = min(1.0, self._delay * 2)
         if time.monotonic() + delay >= self._ends:
-            raise (translate(exc, call) if busy else unreachable(exc)) from exc
+            raise (translate(exc, call) if busy else unknown if behind else unreachable(exc)) from exc
         return delay
+
+
+def _is_behind_commit(exc: psycopg.Error) -> bool:
+    """Whether post_combined failed so behind its first commit, without knowing that nothing was posted."""
+    where, hint = exc.diag.context or "", exc.diag.message_hint or ""
+    return "post_combined(" in where and not _BEFORE_COMMIT.search(where) and "Nothing was posted" not in hint
+
+
+_BEFORE_COMMIT = re.compile(r"\b(try_post|stage)\(")
 
 
 def spoils_connection(exc: BaseException) -> bool:
