@@ -343,9 +343,11 @@ class Attempts:
 
 
 def _is_behind_commit(exc: psycopg.Error) -> bool:
-    """Whether post_combined failed so behind its first commit, without knowing that nothing was posted."""
+    """Whether post_combined failed by accident behind its first commit, without knowing that nothing was posted."""
     where, hint = exc.diag.context or "", exc.diag.message_hint or ""
-    return "post_combined(" in where and not _BEFORE_COMMIT.search(where) and "Nothing was posted" not in hint
+    if exc.sqlstate == errors.CANCELED or "Nothing was posted" in hint:
+        return False
+    return "post_combined(" in where and not _BEFORE_COMMIT.search(where)
 
 
 _BEFORE_COMMIT = re.compile(r"\b(try_post|stage)\(")
