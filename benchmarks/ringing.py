@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,13 +23,16 @@ from benchmarks.harness import (
     Crew,
     Result,
     Row,
+    Sample,
     Size,
     at_least,
     at_most,
     clock,
+    compared,
     keys_held,
     median_rate,
     percentile,
+    rates,
     skipped,
     until,
     within,
@@ -233,16 +236,20 @@ def idle_listeners(bench: Bench) -> Iterator[Result]:
             for count in [*counts, *reversed(counts)] * rounds:
                 assert sessions.call("hold", count) == [count]
                 kind[count].append(posters.run(method, size.seconds / 2))
-    none = median_rate(gated[0])
     for count in size.listeners:
-        yield Row(
+        yield compared(
             f"post, {size.posters} processes, beside {count} idle listeners, against none",
             "posts/s",
-            none,
-            median_rate(gated[count]),
+            there_and_back(gated[0]),
+            there_and_back(gated[count]),
             at_least(0.85),
             f"with a NOTIFY after every post: {median_rate(ungated[count]) / median_rate(ungated[0]):.2f}",
         )
+
+
+def there_and_back(samples: Sequence[Sample]) -> list[float]:
+    """The rate of each round of two samples."""
+    return [statistics.mean(pair) for pair in zip(rates(samples[::2]), rates(samples[1::2]), strict=True)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
