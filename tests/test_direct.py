@@ -17,6 +17,7 @@ from doorbell_postgres.listener import Wire
 from support.processes import run_script
 
 Sql = Callable[..., list[tuple[Any, ...]]]
+SLEEP = "select pg_sleep(%s::float8)"
 Connect = Callable[..., psycopg.Connection[Any]]
 
 
@@ -138,11 +139,10 @@ with MessageBus(sys.argv[1], max_size=1, lock_timeout=60) as bus:
     assert sql("select doorbell.head('events'), doorbell.head('elsewhere')") == [(1, 6)]
 
 
-def test_ctrl_c_that_comes_with_the_send_ends_the_query(direct: Direct, sql: Sql) -> None:
-    """The signal is handled as the call that sends returns: the query runs, and nobody has begun to wait for it."""
-    query = "select pg_sleep(%s::float8)"
+def interrupt_with_the_send(direct: Direct) -> None:
+    """Ctrl-C as the call that sends returns: the query runs, and nobody has begun to wait for it."""
     for _ in range(2):
-        name = direct._prepared_name(query)
+        name = direct._prepared_name(SLEEP)
 
     def interrupted(*args: Any) -> None:
         direct.pgconn.send_query_prepared(*args)
@@ -150,12 +150,16 @@ def test_ctrl_c_that_comes_with_the_send_ends_the_query(direct: Direct, sql: Sql
 
     with pytest.raises(KeyboardInterrupt):
         direct._answer(interrupted, name, [b"60"])
+
+
+def test_ctrl_c_that_comes_with_the_send_ends_the_query(direct: Direct, sql: Sql) -> None:
+    interrupt_with_the_send(direct)
     pid = direct.info.backend_pid
     assert sql("select count(*) from pg_stat_activity where pid = %s and state = 'active'", pid) == [(0,)]
-    assert direct.send(query, [0.0]) == direct.send("select %s::text", [""]) == [("",)]
+    assert direct.send(SLEEP, [0.0]) == direct.send("select %s::text", [""]) == [("",)]
 
 
-def test_a_cancel_that_comes_too_soon_is_sent_again(direct: Direct, sql: Sql, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cancel_that_comes_too_soon_is_sent_again(direct: Direct, monkeypatch: pytest.MonkeyPatch) -> None:
     """The server forgets one that comes before it has begun with the query."""
     cancel_safe, sent = direct.cancel_safe, []
 
@@ -164,18 +168,10 @@ def test_a_cancel_that_comes_too_soon_is_sent_again(direct: Direct, sql: Sql, mo
         if len(sent) > 1:
             cancel_safe(timeout=timeout)
 
-    def interrupted(*args: Any) -> None:
-        direct.pgconn.send_query_prepared(*args)
-        raise KeyboardInterrupt
-
-    query = "select pg_sleep(%s::float8)"
-    for _ in range(2):
-        name = direct._prepared_name(query)
     monkeypatch.setattr(direct, "cancel_safe", first_is_lost)
-    with pytest.raises(KeyboardInterrupt):
-        direct._answer(interrupted, name, [b"60"])
+    interrupt_with_the_send(direct)
     assert len(sent) > 1
-    assert direct.send(query, [0.0]) == direct.send("select %s::text", [""]) == [("",)]
+    assert direct.send(SLEEP, [0.0]) == direct.send("select %s::text", [""]) == [("",)]
 
 
 def test_what_is_announced_with_an_answer_is_heard(dsn: str, connect: Connect) -> None:
