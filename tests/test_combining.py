@@ -384,11 +384,14 @@ def test_what_another_session_has_staged_is_not_collected(bus: MessageBus, sql: 
     assert log(sql) == [(1, "zero")]
 
 
+@pytest.mark.parametrize("cancel", [False, True])
 @pytest.mark.parametrize("key", [None, "key"])
 def test_who_cannot_read_the_answer_does_not_know(
-    bus: MessageBus, open_bus: OpenBus, sql: Sql, connect: Connect, busy: Any, key: str | None
+    bus: MessageBus, open_bus: OpenBus, sql: Sql, connect: Connect, busy: Any, key: str | None, cancel: bool
 ) -> None:
-    """As while an operator runs VACUUM FULL: no error says "not posted" of what is in the log. With a key it is sent again."""
+    """As while an operator runs VACUUM FULL: no error says "not posted" of what is in the log. With a key it is sent again,
+    unless somebody has cancelled it.
+    """
     bus.post("events", "zero", sender="ci")
     holding, first = busy()
     between = connect()
@@ -401,7 +404,14 @@ def test_who_cannot_read_the_answer_does_not_know(
     vandal = connect()
     vandal.execute("lock table doorbell.staged")
     between.rollback()
-    if key is None:
+    if cancel:
+        (pid,) = eventually(
+            lambda: [pid for (pid,) in sql("select pid from pg_locks where locktype = 'relation' and not granted")]
+        )
+        sql("select pg_cancel_backend(%s)", pid)
+        with pytest.raises(OutcomeUnknown if key is None else psycopg.errors.QueryCanceled, match="user request"):
+            post.result(20)
+    elif key is None:
         with pytest.raises(OutcomeUnknown, match="lock timeout"):
             post.result(20)
     else:
@@ -412,13 +422,15 @@ def test_who_cannot_read_the_answer_does_not_know(
 
 def test_a_post_waits_for_no_table_without_an_end(bus: MessageBus, open_bus: OpenBus, connect: Connect) -> None:
     bus.post("events", "zero", sender="ci")
-    limited = open_bus(lock_timeout=1)
+    limited, fresh = open_bus(lock_timeout=1), open_bus(lock_timeout=1)
     limited.post("events", "one", sender="ci")
-    vandal = connect()
+    vandal, plain = connect(), connect(autocommit=True)
     vandal.execute("lock table doorbell.channel")
-    for key in (None, "key"):
+    for each, key in ((limited, None), (fresh, "key"), (fresh, None)):
         with pytest.raises(ChannelBusy, match="Nothing was written"):
-            limited.post("events", "two", sender="ci", idempotency_key=key)
+            each.post("events", "two", sender="ci", idempotency_key=key)
+    with pytest.raises(psycopg.errors.LockNotAvailable):
+        plain.execute("call doorbell.post_combined('events', 'two', 'ci', busy => true)")
     vandal.rollback()
     assert limited.post("events", "two", sender="ci").seq == 3
 
