@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import statistics
@@ -16,6 +17,8 @@ from typing import Any
 
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.pq import ExecStatus
+from psycopg.pq.abc import PGconn
 
 from benchmarks.harness import (
     BODY,
@@ -154,24 +157,28 @@ class Sessions:
     """Sessions as waiting bells hold them: LISTEN, their channel's key, the poll statement every half second.
 
     They stand for bells on other hosts. So one small process keeps them all, and what a bell's own process would do on
-    its host is left out: this machine's processors serve the database and the posters.
+    its host is left out: this machine's processors serve the database and the posters. It does not wait for the answer to
+    a poll, but takes it before it sends that session's next one.
     """
 
     def __init__(self, dsn: str, index: int) -> None:
         self._dsn = dsn
         self._bus = MessageBus(dsn)
         self._sessions: list[psycopg.Connection[Any]] = []
-        self._over = threading.Event()
-        threading.Thread(target=self._poll, daemon=True).start()
+        self._lock = threading.Lock()  # a session is not closed while it is asked
+        self._polls = threading.Thread(target=self._poll, daemon=True)
+        self._polls.start()
 
     def hold(self, count: int) -> int:
         """As many sessions as this, on a channel each; the number of keys that are held then."""
         while len(self._sessions) < count:
             self._sessions.append(self._session(len(self._sessions)))
-        while len(self._sessions) > count:
-            self._sessions.pop().close()
+        with self._lock:
+            while len(self._sessions) > count:
+                self._sessions.pop().close()
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             until(lambda: keys_held(connection) == count, timeout=10)
+            assert self._polls.is_alive()
             return keys_held(connection)
 
     def _session(self, number: int) -> psycopg.Connection[Any]:
@@ -192,20 +199,28 @@ class Sessions:
 
     def _poll(self) -> None:
         due = clock()
-        polls = 0
-        while not self._over.is_set():
-            polls += 1
-            for session in list(self._sessions):
+        for polls in itertools.count():
+            for number, session in enumerate(list(self._sessions)):
                 due = max(due + 0.5 / max(1, len(self._sessions)), clock() - 0.5)
                 time.sleep(max(0.0, due - clock()))
-                if session.closed:
-                    continue
-                session.pgconn.exec_prepared(b"poll" if polls % (watch.WHOLE / 0.5) else b"whole", [])
-                while session.pgconn.notifies():
-                    pass
+                with self._lock:
+                    if not session.closed:
+                        # Not all of them look at everything in the same half second.
+                        self._ask(session.pgconn, whole=(polls + number) % (watch.WHOLE / 0.5) == 0)
             if not self._sessions:
                 time.sleep(0.05)
                 due = clock()
+
+    @staticmethod
+    def _ask(session: PGconn, *, whole: bool) -> None:
+        session.consume_input()
+        while result := session.get_result():
+            assert result.status == ExecStatus.TUPLES_OK, result.error_message
+        while session.notifies():
+            pass
+        if whole:
+            session.exec_prepared(b"poll", [])
+        session.send_query_prepared(b"whole" if whole else b"poll", [])
 
 
 class Announcer(Poster):

@@ -578,12 +578,12 @@ def unmoved(questions: Sequence[Question], since: str | None) -> Call[str | None
     """What bells at rest ask: the snapshot in which all these channels end with the message looked at; None, if one does not.
 
     Where the snapshot is still `since`, the answer to the same questions in the same session, the server does not look: what
-    has committed makes it another one. Not so on a standby, where it does not name all that is under way.
+    has committed makes it another one. Not so on a standby, where it does not name all that is under way: there it is empty.
     """
     channel_ids, floors = [q.channel_id for q in questions], [q.floor for q in questions]
     return Call(
-        "select case when pg_current_snapshot()::text = %s::text and not pg_is_in_recovery()"
-        " or not doorbell.heads_moved(%s::bigint[], %s::bigint[]) then pg_current_snapshot()::text end",
+        "select case when pg_current_snapshot()::text = %s::text or not doorbell.heads_moved(%s::bigint[], %s::bigint[])"
+        " then case when pg_is_in_recovery() then '' else pg_current_snapshot()::text end end",
         (since, _literal(channel_ids), _literal(floors)),
         read_one,
     )

@@ -28,7 +28,7 @@ from psycopg.waiting import Ready, Wait
 from doorbell_postgres import calls, watch, wire
 from doorbell_postgres.calls import Call, News, Question
 from doorbell_postgres.direct import Direct
-from doorbell_postgres.watch import ListenerState, Outcome, Status, Watch, Watchlist
+from doorbell_postgres.watch import ListenerState, Look, Outcome, Rest, Status, Watch, Watchlist
 
 T = TypeVar("T")
 log = logging.getLogger("doorbell_postgres")
@@ -43,7 +43,7 @@ class Wire(Direct):
     patience: float = watch.PATIENCE
     heard: list[bytes]
     armed: set[int]
-    unmoved: tuple[list[Question], str | None]
+    rest: Rest
     keep_at: float
     refusals: int
 
@@ -314,7 +314,7 @@ class Listener:
             connection.patience = watch.MOST_PATIENCE
             connection.heard = []
             connection.armed = set()
-            connection.unmoved = [], None
+            connection.rest = Rest()
             connection.keep_at, connection.refusals = 0.0, 0
             # Notifications that come with the answer of a query, not while waiting for one.
             connection.add_notify_handler(lambda note: connection.heard.append(note.payload.encode()))
@@ -473,7 +473,7 @@ class Listener:
             if look == "expecting" and len(questions) == 1:
                 next_one = self._execute(connection, calls.glance(questions[0], preview=preview))
                 news = [next_one] if next_one else []
-            if questions and not news and (look != "heads" or self._moved(connection, questions)):
+            if questions and not news and (look == "expecting" or self._moved(connection, questions, look)):
                 news = self._execute(connection, calls.peek(questions, preview=preview))
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):
@@ -505,14 +505,12 @@ class Listener:
             time.sleep(watch.MAKE_WAY)
             self._on_news()
 
-    def _moved(self, connection: Wire, questions: list[Question]) -> bool:
-        """Whether a head is another than was looked at."""
-        asked, snapshot = connection.unmoved
+    def _moved(self, connection: Wire, questions: list[Question], look: Look) -> bool:
+        """Whether a head is another than was looked at, or anything else may be, if it is time to look at everything."""
         # Behind a pooler the server may crash unnoticed, and then give the same snapshot another content.
-        since = snapshot if asked == questions and not wire.is_pooled(connection) else None
+        since = None if wire.is_pooled(connection) else connection.rest.since(questions)
         now = self._execute(connection, calls.unmoved(questions, since))
-        connection.unmoved = questions, now
-        return now is None
+        return connection.rest.settle(questions, since, now, look)
 
     def _do_jobs(self, connection: Wire) -> None:
         while True:

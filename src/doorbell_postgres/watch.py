@@ -265,6 +265,28 @@ class Watchlist:
         return watches
 
 
+class Rest:
+    """What one session's last poll has found, so that the next need not look where nothing has committed since."""
+
+    def __init__(self) -> None:
+        self._asked: list[Question] = []
+        self._snapshot: str | None = None
+        self._whole = False  # everything was looked at, and not before that snapshot
+
+    def since(self, questions: list[Question]) -> str | None:
+        """The snapshot in which these questions were answered, if the last ones were the same."""
+        return self._snapshot if questions == self._asked else None
+
+    def settle(self, questions: list[Question], since: str | None, now: str | None, look: Look) -> bool:
+        """Take the answer to `calls.unmoved`; whether there is reason to look at everything now.
+
+        Without a new head that is when it is time for it, and something has committed since it was done last.
+        """
+        known = bool(since) and now == since and self._whole
+        self._asked, self._snapshot, self._whole = questions, now, known or look == "whole"
+        return now is None or (self._whole and not known)
+
+
 def ask(watches: Sequence[Watch]) -> tuple[list[Question], int]:
     """The questions of all of them in one list, and the longest preview that any of them wants."""
     return [q for watch in watches for q in watch.questions()], max((watch.preview for watch in watches), default=0)

@@ -21,7 +21,7 @@ from psycopg.waiting import Ready, Wait
 
 from doorbell_postgres import calls, watch, wire
 from doorbell_postgres.calls import Call, News, Question
-from doorbell_postgres.watch import ListenerState, Outcome, Status, Watch, Watchlist
+from doorbell_postgres.watch import ListenerState, Look, Outcome, Rest, Status, Watch, Watchlist
 
 T = TypeVar("T")
 Mailbox = asyncio.Queue[Outcome]
@@ -76,7 +76,7 @@ class Wire(psycopg.AsyncConnection[tuple[Any, ...]]):
     patience: float = watch.PATIENCE
     heard: list[bytes]
     armed: set[int]
-    unmoved: tuple[list[Question], str | None]
+    rest: Rest
     keep_at: float
     refusals: int
 
@@ -269,7 +269,7 @@ class Listener:
         try:
             heard = connection.heard = []
             connection.armed = set()
-            connection.unmoved = [], None
+            connection.rest = Rest()
             connection.keep_at, connection.refusals = 0.0, 0
             connection.patience = watch.MOST_PATIENCE  # one that is slow has others dialling beside it
             # Notifications that come with the answer of a query, not while waiting for one.
@@ -399,7 +399,7 @@ class Listener:
             if look == "expecting" and len(questions) == 1:
                 next_one = await self._execute(connection, calls.glance(questions[0], preview=preview))
                 news = [next_one] if next_one else []
-            if questions and not news and (look != "heads" or await self._moved(connection, questions)):
+            if questions and not news and (look == "expecting" or await self._moved(connection, questions, look)):
                 news = await self._execute(connection, calls.peek(questions, preview=preview))
         except psycopg.Error as exc:
             if not watch.refused_for_good(exc.sqlstate):
@@ -424,14 +424,12 @@ class Listener:
         if rang:
             self._on_news()
 
-    async def _moved(self, connection: Wire, questions: list[Question]) -> bool:
-        """Whether a head is another than was looked at."""
-        asked, snapshot = connection.unmoved
+    async def _moved(self, connection: Wire, questions: list[Question], look: Look) -> bool:
+        """Whether a head is another than was looked at, or anything else may be, if it is time to look at everything."""
         # Behind a pooler the server may crash unnoticed, and then give the same snapshot another content.
-        since = snapshot if asked == questions and not wire.is_pooled(connection) else None
+        since = None if wire.is_pooled(connection) else connection.rest.since(questions)
         now = await self._execute(connection, calls.unmoved(questions, since))
-        connection.unmoved = questions, now
-        return now is None
+        return connection.rest.settle(questions, since, now, look)
 
     async def _do_jobs(self, connection: Wire) -> None:
         while self._jobs:
