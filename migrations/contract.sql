@@ -888,11 +888,23 @@ begin
 end
 $$;
 
--- Whether the newest message of any of these channels has another number than is given: the poll of bells at rest, at half the
--- cost of peek.
+-- Whether the newest message of the channel has another number than is given: the poll of a bell at rest, at a third of the cost
+-- of peek. Beside others that post, what a poll costs them is the code and the tables that it enters: hence one expression.
 --
 -- Promise: true for every post behind that number, and for a log that has become shorter. Not for one that was replaced by
 --   another as long, for what was pruned, or for a new epoch: ask peek for these now and then.
+create function doorbell.head_moved(channel_id bigint, head bigint) returns boolean
+language plpgsql stable security definer set enable_seqscan = off set enable_bitmapscan = off
+as $$
+begin
+  return coalesce(
+           (select m.seq from doorbell.message as m where m.channel_id operator(pg_catalog.=) head_moved.channel_id
+            order by m.seq desc limit 1),
+           0) operator(pg_catalog.<>) head is not false; -- a head that is not given is another one
+end
+$$;
+
+-- Whether head_moved is true of any of these channels.
 create function doorbell.heads_moved(channel_ids bigint[], heads bigint[]) returns boolean
 language plpgsql stable security definer set enable_seqscan = off set enable_bitmapscan = off
 as $$

@@ -440,6 +440,7 @@ as $$
     ('glance', true, false),
     ('grant_role', false, false),
     ('head', true, true),
+    ('head_moved', true, false),
     ('heads_moved', true, false),
     ('hello', true, true),
     ('hold_session', true, false),

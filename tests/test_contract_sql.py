@@ -32,6 +32,7 @@ READERS = {
     "bell_floors": "select * from doorbell.bell_floors('worker')",
     "channel_names": "select * from doorbell.channel_names()",
     "glance": "select doorbell.glance('worker', 1, 1, null, 40, h.epoch) from doorbell.hello() as h",
+    "head_moved": "select doorbell.head_moved(1, 0)",
     "heads_moved": "select doorbell.heads_moved(array[1::bigint], array[0::bigint])",
     "head": "select doorbell.head('events')",
     "hello": "select * from doorbell.hello()",
@@ -83,7 +84,7 @@ OPERATED = {"grant_role", "new_epoch", "prune", "prune_all", "prune_plan", "prun
 # Only functions that pin theirs call them.
 UNPINNED = {"_head", "_lock_channel"}
 # In every post, ack or poll, where a pin would be a fortieth of the call: they write operators and functions in full.
-IN_FULL = {"ack", "announce", "arm", "collect", "glance", "heads_moved", "stage", "try_post"}
+IN_FULL = {"ack", "announce", "arm", "collect", "glance", "head_moved", "heads_moved", "stage", "try_post"}
 COMBINING = {"collect", "post_combined", "stage", "try_post"}  # tests/test_combining.py
 CALLS = READERS | WRITERS | SIGNALS
 
@@ -711,8 +712,8 @@ def test_peek_skips_own_messages_and_sees_another_log(sql: Sql) -> None:
 
 
 @pytest.mark.usefixtures("filled")
-def test_heads_moved_and_glance_say_what_peek_says(sql: Sql) -> None:
-    """heads_moved that it has a row, where that is because of the heads; glance the row itself, or nothing."""
+def test_polls_and_glance_say_what_peek_says(sql: Sql) -> None:
+    """A poll that it has a row, where that is because of the heads; glance the row itself, or nothing."""
     glanced = 0
     sql("select doorbell.subscribe('worker', 'quiet')")
     (events, _, _, _, head, epoch), (quiet, *_) = sql("select * from doorbell.bell_floors('worker') order by channel")
@@ -734,6 +735,8 @@ def test_heads_moved_and_glance_say_what_peek_says(sql: Sql) -> None:
             assert [(1, int(seq), sender, preview, float(at))] == [(*row, float(at)) for *row, at in rows if row[0] == 1]
             glanced += 1
         assert sql("select doorbell.heads_moved(%s, %s)", [events, quiet], floors) == [(floors != [head, 0],)]
+        assert sql("select doorbell.head_moved(%s, %s)", events, floors[0]) == [(floors[0] != head,)]
+        assert sql("select doorbell.head_moved(%s, %s)", quiet, floors[1]) == [(floors[1] != 0,)]
         assert rows or floors == [head, 0]
         return bool(rows)
 
@@ -753,6 +756,7 @@ def test_heads_moved_and_glance_say_what_peek_says(sql: Sql) -> None:
         assert glanced == 2
     assert sql("select doorbell.heads_moved('{}', '{}')") == [(False,)]
     assert sql("select doorbell.heads_moved(%s, %s)", [events, quiet], [head]) == [(True,)]
+    assert sql("select doorbell.head_moved(%s, null)", quiet) == [(True,)]
     sql("select doorbell.prune('0 s', 'events', keep_keys => '0 s', force => true)")
     assert found([head, 0], [at_head, None], [epoch])  # the worker has lost what it had not acked
     assert not found([head, 0], [at_head, None], [epoch], "ci")
@@ -790,6 +794,7 @@ PLANNED = {
     "bell_floors": "select * from doorbell.bell_floors('worker')",
     "glance": "select doorbell.glance('worker', f.channel_id, 49000, null, 40, f.epoch) from doorbell.bell_floors('worker') as f",
     "head": "select doorbell.head('events')",
+    "head_moved": "select doorbell.head_moved(f.channel_id, 1) from doorbell.bell_floors('worker') as f",
     "heads_moved": "select doorbell.heads_moved(array[f.channel_id], array[1::bigint]) from doorbell.bell_floors('worker') as f",
     "messages_after": "select * from doorbell.messages_after('events', 49990, 5)",
     "peek": "select peek.* from doorbell.bell_floors('worker') as f, doorbell.peek("

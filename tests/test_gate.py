@@ -6,8 +6,9 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
@@ -278,6 +279,52 @@ def test_a_bell_that_waits_finds_what_has_no_new_head(
         sql("select pg_terminate_backend(pid) from pg_stat_activity where application_name = 'doorbell'")
     with pytest.raises(LogRewound):
         waiting.result(20)
+
+
+def test_where_nothing_has_committed_a_bell_does_not_look_at_everything_again(
+    api: Api, open_bus: OpenBus, sql: Sql, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has been answered from the very snapshot. Any commit at all makes it look, and it finds what has no new head."""
+    whole: list[int] = []
+    peek = calls.peek
+    monkeypatch.setattr(watch, "WHOLE", 0.0)  # it is always time for it
+    monkeypatch.setattr(
+        calls, "peek", lambda questions, preview: whole.append(len(questions)) or peek(questions, preview=preview)
+    )
+    bus = open_bus()
+    bus.subscribe("worker", "events")
+    bus.post("events", "b", sender="worker")
+    bell = api.Doorbell(bus, "worker", poll_interval=0.02)
+    waiting = background(bell.wait, 60)
+
+    def looks(polls: int) -> int:
+        before = len(whole)
+        scanned(bus, polls)
+        return len(whole) - before
+
+    eventually(lambda: looks(20) < 5)  # autovacuum commits too
+    with background_commits(sql):
+        eventually(lambda: looks(20) > 10)
+    sql("select doorbell.new_epoch()")
+    with pytest.raises(LogRewound):
+        waiting.result(20)
+
+
+@contextmanager
+def background_commits(sql: Sql) -> Iterator[None]:
+    """Something commits again and again that no bell waits for."""
+    over = threading.Event()
+
+    def commit() -> None:
+        while not over.wait(0.001):
+            sql("select doorbell.post('elsewhere', 'b', 'ci')")
+
+    commits = background(commit)
+    try:
+        yield
+    finally:
+        over.set()
+        commits.result(20)
 
 
 def test_a_poll_looks_where_anything_has_committed_since_the_last_one(sql: Sql, connect: Connect) -> None:

@@ -18,7 +18,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from doorbell_postgres import DatabaseUnavailable, OutcomeUnknown, migrate, watch
+from doorbell_postgres import DatabaseUnavailable, LogRewound, OutcomeUnknown, migrate, watch
 from doorbell_postgres.contract import Draft
 from support import Api, Processes, backends, background, bell_is_waiting, eventually, open_api, scanned
 from support.cluster import Cluster, Node
@@ -380,6 +380,15 @@ def test_listen_is_refused_by_a_standby(api: Api, caplog: pytest.LogCaptureFixtu
                         ring = background(bell.wait, 60)
                         scanned(bus, 8)  # it polls, and has polled since the last commit
                     assert ring.result(10) is not None
+                    monkeypatch.setattr(watch, "WHOLE", 0.0)  # what has no new head is found there, too
+                    with psycopg.connect(cluster.primary.dsn("doorbell")) as between:
+                        between.execute("select doorbell.new_epoch()")
+                        poster.subscribe("last", "elsewhere")
+                        eventually(lambda: standby.sql("select 1 from doorbell.cursor where handle = 'last'", dbname="doorbell"))
+                        ring = background(bell.wait, 60)
+                        scanned(bus, 8)
+                    with pytest.raises(LogRewound):
+                        ring.result(10)
     warnings = [r for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(warnings) == 1, [r.getMessage() for r in warnings]
 

@@ -580,11 +580,16 @@ def unmoved(questions: Sequence[Question], since: str | None) -> Call[str | None
     Where the snapshot is still `since`, the answer to the same questions in the same session, the server does not look: what
     has committed makes it another one. Not so on a standby, where it does not name all that is under way: there it is empty.
     """
-    channel_ids, floors = [q.channel_id for q in questions], [q.floor for q in questions]
+    if len(questions) == 1:
+        moved = "doorbell.head_moved(%s::bigint, %s::bigint)"
+        heads: tuple[object, object] = questions[0].channel_id, questions[0].floor
+    else:
+        moved = "doorbell.heads_moved(%s::bigint[], %s::bigint[])"
+        heads = _literal(q.channel_id for q in questions), _literal(q.floor for q in questions)
     return Call(
-        "select case when pg_current_snapshot()::text = %s::text or not doorbell.heads_moved(%s::bigint[], %s::bigint[])"
+        f"select case when pg_current_snapshot()::text = %s::text or not {moved}"
         " then case when pg_is_in_recovery() then '' else pg_current_snapshot()::text end end",
-        (since, _literal(channel_ids), _literal(floors)),
+        (since, *heads),
         read_one,
     )
 

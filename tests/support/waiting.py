@@ -57,7 +57,7 @@ def bell_is_waiting(sql: Sql, count: int = 1, *, armed: bool = True, silent_for:
     silent for two more: what rings within those was no poll.
     """
     condition = (
-        "state = 'idle' and query ~ 'doorbell[.](peek|heads_moved)'"
+        "state = 'idle' and query ~ 'doorbell[.](peek|heads?_moved)'"
         " and state_change <= clock_timestamp() - make_interval(secs => %s)"
         " and (not %s or exists (select from pg_locks as l"
         " where l.pid = pg_stat_activity.pid and l.locktype = 'advisory' and l.mode = 'ShareLock' and l.granted))"
