@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import re
 import statistics
 import subprocess
 import sys
@@ -18,7 +19,6 @@ from typing import Any
 import psycopg
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.pq import ExecStatus
-from psycopg.pq.abc import PGconn
 
 from benchmarks.harness import (
     BODY,
@@ -42,6 +42,7 @@ from benchmarks.harness import (
 )
 from benchmarks.posting import Poster
 from doorbell_postgres import Doorbell, MessageBus, calls, watch, wire
+from doorbell_postgres.calls import Call
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From the post to the ring
@@ -153,6 +154,39 @@ def ring(bench: Bench) -> Iterator[Result]:
 EARLY_POLLS = 7
 
 
+class Idle:
+    """The session of a bell at rest, and what it asks."""
+
+    def __init__(self, connection: psycopg.Connection[Any], poll: Call[Any], whole: Call[Any]) -> None:
+        self.connection = connection
+        self._pgconn = connection.pgconn
+        for name, call in ((b"poll", poll), (b"whole", whole)):
+            places = itertools.count(1)
+            self._pgconn.prepare(name, re.sub("%s", lambda _, places=places: f"${next(places)}", call.sql).encode())
+        self._poll, self._whole = (
+            [None if each is None else str(each).encode() for each in call.params] for call in (poll, whole)
+        )
+
+    def ask(self, *, whole: bool) -> None:
+        """Take the answer to the poll before, and send the next one."""
+        self._poll[0] = self._answer() or None
+        self._pgconn.send_query_prepared(b"poll", self._poll)
+        if whole:
+            self._answer()
+            self._pgconn.send_query_prepared(b"whole", self._whole)
+
+    def _answer(self) -> bytes | None:
+        """The snapshot, if it was a poll."""
+        answer = None
+        self._pgconn.consume_input()
+        while result := self._pgconn.get_result():
+            assert result.status == ExecStatus.TUPLES_OK, result.error_message
+            answer = result.get_value(0, 0) if result.ntuples else None
+        while self._pgconn.notifies():
+            pass
+        return answer
+
+
 class Sessions:
     """Sessions as waiting bells hold them: LISTEN, their channel's key, the poll statement every half second.
 
@@ -164,7 +198,7 @@ class Sessions:
     def __init__(self, dsn: str, index: int) -> None:
         self._dsn = dsn
         self._bus = MessageBus(dsn)
-        self._sessions: list[psycopg.Connection[Any]] = []
+        self._sessions: list[Idle] = []
         self._lock = threading.Lock()  # a session is not closed while it is asked
         self._polls = threading.Thread(target=self._poll, daemon=True)
         self._polls.start()
@@ -175,13 +209,13 @@ class Sessions:
             self._sessions.append(self._session(len(self._sessions)))
         with self._lock:
             while len(self._sessions) > count:
-                self._sessions.pop().close()
+                self._sessions.pop().connection.close()
         with psycopg.connect(self._dsn, autocommit=True) as connection:
             until(lambda: keys_held(connection) == count, timeout=10)
             assert self._polls.is_alive()
             return keys_held(connection)
 
-    def _session(self, number: int) -> psycopg.Connection[Any]:
+    def _session(self, number: int) -> Idle:
         handle, channel = f"idle-{number}", f"elsewhere-{number}"
         self._bus.subscribe(handle, channel)
         [floor] = self._bus.store.peek(calls.bell_floors(handle))
@@ -191,11 +225,10 @@ class Sessions:
         arm = calls.arm([floor.channel_id], [])
         assert arm.read(connection.execute(arm.sql, arm.params).fetchall()) == []
         question = calls.Question(handle, floor.channel_id, floor.seq, floor.created_at, floor.epoch)
-        for name, poll in ((b"poll", calls.unmoved([question], None)), (b"whole", calls.peek([question], preview=watch.PREVIEW))):
-            connection.pgconn.prepare(name, psycopg.ClientCursor(connection).mogrify(poll.sql, poll.params).encode())
-            for _ in range(EARLY_POLLS):
-                connection.pgconn.exec_prepared(name, [])
-        return connection
+        session = Idle(connection, calls.unmoved([question], None), calls.peek([question], preview=watch.PREVIEW))
+        for _ in range(EARLY_POLLS):
+            session.ask(whole=True)
+        return session
 
     def _poll(self) -> None:
         due = clock()
@@ -204,23 +237,12 @@ class Sessions:
                 due = max(due + 0.5 / max(1, len(self._sessions)), clock() - 0.5)
                 time.sleep(max(0.0, due - clock()))
                 with self._lock:
-                    if not session.closed:
+                    if not session.connection.closed:
                         # Not all of them look at everything in the same half second.
-                        self._ask(session.pgconn, whole=(polls + number) % (watch.WHOLE / 0.5) == 0)
+                        session.ask(whole=(polls + number) % (watch.WHOLE / 0.5) == 0)
             if not self._sessions:
                 time.sleep(0.05)
                 due = clock()
-
-    @staticmethod
-    def _ask(session: PGconn, *, whole: bool) -> None:
-        session.consume_input()
-        while result := session.get_result():
-            assert result.status == ExecStatus.TUPLES_OK, result.error_message
-        while session.notifies():
-            pass
-        if whole:
-            session.exec_prepared(b"poll", [])
-        session.send_query_prepared(b"whole" if whole else b"poll", [])
 
 
 class Announcer(Poster):
