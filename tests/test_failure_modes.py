@@ -339,6 +339,7 @@ def test_a_look_that_began_before_the_wait_does_not_answer_it(
         first = background(bell.wait, 1.0)
         bell_is_waiting(sql, armed=False)
         blocker.execute("lock table doorbell.meta in access exclusive mode")
+        sql("select pg_current_xact_id()")  # without a commit there is nothing to read
         waiting_in_database(sql)
         assert first.result(10) is None
         sql("select doorbell.post('events', 'late', 'ci')")
