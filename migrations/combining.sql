@@ -96,7 +96,7 @@ create function doorbell.stage(
   headers jsonb default '{}',
   for_ms integer default 5000
 ) returns bigint[]
-language plpgsql volatile security definer set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
+language plpgsql volatile security definer set lock_timeout = '5s' set enable_seqscan = off
 as $$
 declare
   v_answer bigint[];
@@ -199,7 +199,7 @@ create function doorbell.collect(
   out failure_message text,
   out failure_hint text
 )
-language plpgsql volatile security definer set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
+language plpgsql volatile security definer set lock_timeout = '5s' set enable_seqscan = off
 as $$
 declare
   v_locked pg_catalog.text; -- assigning is cheaper than PERFORM, which would be a query

@@ -499,6 +499,15 @@ begin
 end
 $$;
 
+-- Whether retention has removed messages behind this one. A function, so that its table is opened only where a cursor jumps.
+create function doorbell._lost_behind(channel_id bigint, seq bigint) returns boolean
+language plpgsql stable set search_path = pg_catalog, pg_temp set enable_seqscan = off set enable_bitmapscan = off
+as $$
+begin
+  return exists (select from doorbell.pruned as p where p.channel_id = _lost_behind.channel_id and p.up_to > seq);
+end
+$$;
+
 -- Moves the cursor to up_to and returns where it stands.
 --
 -- Promise: it never moves back, whoever acks in whatever order; 0 and stale numbers change nothing. With created_at, the time
@@ -507,11 +516,12 @@ $$;
 -- Errors, checked in this order: RB001, RB002 unknown channel, RB003 not subscribed, RB005 the log rewound, RB004 beyond head,
 --   RB006 messages were removed before the handle had acked them.
 create function doorbell.ack(handle text, channel text, up_to bigint, created_at timestamptz default null) returns bigint
-language plpgsql volatile security definer set lock_timeout = '5s' set enable_seqscan = off set enable_bitmapscan = off
+language plpgsql volatile security definer set lock_timeout = '5s' set enable_seqscan = off
 as $$
 begin
   -- The usual case in one statement: the cursor moves forward to a message that is there, is the one that was handled, and
-  -- has no gap before it. Scalar subqueries, so that no plan can join instead.
+  -- has no gap before it; the very next one has none. Scalar subqueries, so that no plan can join instead. Each looks for
+  -- one row by a whole unique key, for which a bitmap is never the cheaper plan.
   update doorbell.cursor as cu
     set acked_seq = up_to, acked_at = pg_catalog.clock_timestamp()
     where cu.channel_id operator(pg_catalog.=) (select c.id from doorbell.channel as c where c.name operator(pg_catalog.=) ack.channel)
@@ -520,9 +530,7 @@ begin
       and (select ack.created_at is null or m.created_at operator(pg_catalog.=) ack.created_at
            from doorbell.message as m
            where m.channel_id operator(pg_catalog.=) cu.channel_id and m.seq operator(pg_catalog.=) up_to)
-      and (select p.up_to operator(pg_catalog.<=) cu.acked_seq
-           from doorbell.pruned as p
-           where p.channel_id operator(pg_catalog.=) cu.channel_id) is not false;
+      and (doorbell._after(cu.acked_seq) operator(pg_catalog.=) up_to or not doorbell._lost_behind(cu.channel_id, cu.acked_seq));
   if found then
     return up_to;
   end if;
