@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -43,6 +42,7 @@ from benchmarks.harness import (
 from benchmarks.posting import Poster
 from doorbell_postgres import Doorbell, MessageBus, calls, watch, wire
 from doorbell_postgres.calls import Call
+from doorbell_postgres.direct import numbered
 
 # ---------------------------------------------------------------------------------------------------------------------
 # From the post to the ring
@@ -161,8 +161,7 @@ class Idle:
         self.connection = connection
         self._pgconn = connection.pgconn
         for name, call in ((b"poll", poll), (b"whole", whole)):
-            places = itertools.count(1)
-            self._pgconn.prepare(name, re.sub("%s", lambda _, places=places: f"${next(places)}", call.sql).encode())
+            self._pgconn.prepare(name, numbered(call.sql))
         self._poll, self._whole = (
             [None if each is None else str(each).encode() for each in call.params] for call in (poll, whole)
         )

@@ -72,8 +72,7 @@ class Direct(psycopg.Connection[Any]):
             self._statements[sql] = None
         elif self._statements[sql] is None and not wire.is_pooled(self) and "%b" not in sql:
             name = b"doorbell_%d" % next(_numbers)
-            places = itertools.count(1)
-            self._answer(self.pgconn.send_prepare, name, re.sub("%s", lambda _: f"${next(places)}", sql).encode())
+            self._answer(self.pgconn.send_prepare, name, numbered(sql))
             self._statements[sql] = name
         return self._statements[sql]
 
@@ -140,6 +139,12 @@ class Direct(psycopg.Connection[Any]):
     def _loading(self) -> dict[bytes, Any]:
         """For each statement what turns its rows into Python's types, which never change."""
         return {}
+
+
+def numbered(sql: str) -> bytes:
+    """The statement with its parameters as Postgres itself writes them: $1, $2 …"""
+    places = itertools.count(1)
+    return re.sub("%s", lambda _: f"${next(places)}", sql).encode()
 
 
 # As Postgres reads them; the casts in the statement say what they are.

@@ -284,7 +284,7 @@ class Rest:
         """
         known = bool(since) and now == since and self._whole
         self._asked, self._snapshot, self._whole = questions, now, known or look == "whole"
-        return now is None or (self._whole and not known)
+        return now is None or (look == "whole" and not known)
 
 
 def ask(watches: Sequence[Watch]) -> tuple[list[Question], int]:
