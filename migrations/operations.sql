@@ -446,6 +446,7 @@ as $$
     ('hold_session', true, false),
     ('messages_after', true, false),
     ('new_epoch', false, false),
+    ('number_or_give_up', true, false),
     ('peek', true, false),
     ('post', true, false),
     ('post_combined', true, false),

@@ -195,8 +195,9 @@ def test_a_bus_says_of_a_cancelled_post_what_it_knows(api: Api, bus: Any, open_b
     holding.rollback()
 
 
-def test_a_staged_post_whose_row_is_held(bus: MessageBus, sql: Sql, connect: Connect, busy: Any) -> None:
-    """Its number cannot be written back, so it gets none: refused, not answered with nothing."""
+@pytest.mark.parametrize("released", [True, False])
+def test_a_staged_post_whose_row_is_held(bus: MessageBus, sql: Sql, connect: Connect, busy: Any, released: bool) -> None:
+    """Who numbers the others passes it over, since its number cannot be written back; it is numbered once it is free."""
     bus.post("events", "zero", sender="ci")
     holding, first = busy()
     held = combined(connect, "held")
@@ -208,10 +209,15 @@ def test_a_staged_post_whose_row_is_held(bus: MessageBus, sql: Sql, connect: Con
     pid = held.connection.info.backend_pid
     waits = "select wait_event from pg_stat_activity where pid = %s"
     eventually(lambda: sql(waits, pid) == [("transactionid",)])  # it has left the queue, and wants its row back
-    vandal.rollback()
-    with pytest.raises(psycopg.errors.LockNotAvailable):
-        held.result(10)
-    assert log(sql) == [(1, "zero"), (2, "first")]
+    if released:
+        vandal.rollback()
+        assert held.result(10)[0] == 3
+        assert log(sql) == [(1, "zero"), (2, "first"), (3, "held")]
+    else:
+        with pytest.raises(psycopg.Error) as caught:
+            held.result(20)
+        assert caught.value.sqlstate == "RB008"  # whoever holds it may be numbering it
+        assert log(sql) == [(1, "zero"), (2, "first")]
 
 
 def test_each_is_told_of_a_bell(api: Api, bus: Any, sql: Sql, connect: Connect, holder: Any) -> None:
@@ -372,12 +378,13 @@ def test_what_another_session_has_staged_is_not_collected(bus: MessageBus, sql: 
     """Nor posted when its time is over, nor in a snapshot from before the wait; and a limit below zero stages nothing."""
     bus.post("events", "zero", sender="ci")
     one, other = connect(autocommit=True), connect(autocommit=True)
-    ((staged_there,),) = one.execute("select doorbell.stage('events', 'expired', 'ci', for_ms => 0)").fetchall()
-    ((answer, failure),) = other.execute("select answer, failure from doorbell.collect(%s, %s, 5000)", staged_there).fetchall()
-    assert (answer, failure) == (None, "RB008")
+    ((ticket,),) = one.execute("select doorbell.stage('events', 'expired', 'ci', for_ms => 0)").fetchall()
+    assert other.execute("select doorbell.collect('events', %s, 5000)", [ticket]).fetchall() == [([],)]
+    outcome = "select answer, failure from doorbell.number_or_give_up('events', %s, 5000)"
+    assert other.execute(outcome, [ticket]).fetchall() == [(None, "RB008")]
     one.execute("begin isolation level repeatable read")
     with pytest.raises(psycopg.Error, match="the transaction runs at repeatable read"):
-        one.execute("select doorbell.collect(%s, %s, 5000)", staged_there)
+        one.execute(outcome, [ticket])
     with pytest.raises(psycopg.Error, match="the lock timeout is -1 ms"):
         other.execute("call doorbell.post_combined('events', 'body', 'ci', lock_timeout_ms => -1, busy => true)")
     assert sql("select body from doorbell.staged") == [("expired",)]
@@ -395,7 +402,7 @@ def test_who_cannot_read_the_answer_does_not_know(
     bus.post("events", "zero", sender="ci")
     holding, first = busy()
     between = connect()
-    turn = background(between.execute, "select pg_advisory_xact_lock(doorbell._key(85, id)) from doorbell.channel")
+    turn = background(between.execute, "select pg_advisory_xact_lock(doorbell._queue_key('events'))")
     waiting_in_database(sql, 2)
     post = background(open_bus(lock_timeout=2).post, "events", "unlucky", sender="ci", idempotency_key=key)
     waiting_in_database(sql, 3)
