@@ -161,7 +161,7 @@ $$;
 
 -- Advisory keys are single bigints with our class in the top byte, since ids outgrow the two-integer form:
 -- 0x51 the migration guard, 0x52 a channel that is waited on, 0x53 the wildcard for all channels, 0x54 a session's token,
--- 0x55 a channel's queue lock (combining.sql).
+-- 0x55 a channel's queue lock, by a hash of its name (combining.sql).
 create function doorbell._key(class integer, id bigint) returns bigint
 language sql immutable
 return (class::bigint << 56) | id;
