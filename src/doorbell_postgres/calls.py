@@ -19,7 +19,7 @@ T_co = TypeVar("T_co", covariant=True)
 Rows = Sequence[tuple[Any, ...]]
 
 # The revision of the schema whose functions are called here.
-SCHEMA_REVISION = "0004"
+SCHEMA_REVISION = "0005"
 
 NAME_BYTES = 255
 KEY_BYTES = 1_024
