@@ -265,9 +265,6 @@ declare
   v_own doorbell.staged;
   v_reach integer;
 begin
-  if current_setting('transaction_isolation') <> 'read committed' then
-    perform doorbell._refuse_isolation();
-  end if;
   if lock_timeout_ms is distinct from 5000 then
     perform set_config('lock_timeout', lock_timeout_ms::text, true);
   end if;
@@ -300,13 +297,16 @@ begin
     -- Should another one's be what cannot be written, it fails alone.
     foreach v_reach in array array[256, 0] loop
       begin
+        if current_setting('transaction_isolation') <> 'read committed' then
+          perform doorbell._refuse_isolation();
+        end if;
         answer := doorbell._number_staged(v_own, v_reach);
         failure := null;
         failure_message := null;
         return;
       exception when query_canceled or others then
         failure := sqlstate;
-        failure_message := sqlerrm || '.';
+        failure_message := rtrim(sqlerrm, '.') || '.';
         exit when failure in ('55P03', '57014');
       end;
     end loop;
@@ -323,7 +323,7 @@ $$;
 --   that, the post is in the log. busy says that the caller has just met others there: it saves a look.
 -- Errors: as doorbell.post; RB008 the outcome is not known (with a key the post may be sent again). Nor is it after another error
 --   that comes from behind the first commit, as its context shows, and does not say "Nothing was posted": a cancel, a lock on
---   doorbell.staged, a migration that has come in between.
+--   doorbell.staged, a migration that has come in between; or one that a DO block raises behind the call, which undoes its end.
 create procedure doorbell.post_combined(
   channel text,
   body text,

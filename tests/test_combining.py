@@ -11,7 +11,17 @@ import psycopg
 import pytest
 from psycopg.conninfo import make_conninfo
 
-from doorbell_postgres import ChannelBusy, DatabaseUnavailable, MessageBus, OutcomeUnknown, aio, sharing, throwaway
+from doorbell_postgres import (
+    ChannelBusy,
+    DatabaseUnavailable,
+    MessageBus,
+    OutcomeUnknown,
+    aio,
+    batches,
+    calls,
+    sharing,
+    throwaway,
+)
 from support import Api, Processes, background, eventually, waiting_in_database, workers
 
 Sql = Callable[..., list[tuple[Any, ...]]]
@@ -193,6 +203,28 @@ def test_a_bus_says_of_a_cancelled_post_what_it_knows(api: Api, bus: Any, open_b
         with pytest.raises(error):
             cancelled.result(10)
     holding.rollback()
+
+
+def test_a_post_that_was_repeated_is_not_said_to_be_absent(api: Api, bus: Any, open_bus: OpenBus, sql: Sql, holder: Any) -> None:
+    """What its first attempt has staged outlives the session, and is numbered by whoever comes next."""
+    bus.post("events", "zero", sender="ci")
+    holding = holder()
+    first = background(bus.post, "events", "first", sender="ci")
+    (leader,) = waiting_in_database(sql)
+    post = background(open_bus().post, "events", "mine", sender="ci", idempotency_key="key")
+    staged(sql, 1)
+    (lost,) = set(waiting_in_database(sql, 2)) - {leader}
+    sql("select pg_terminate_backend(%s)", lost)
+    eventually(lambda: sql("select count(*) from doorbell.staged where idempotency_key is not null") == [(2,)])
+    eventually(lambda: set(waiting_in_database(sql, 2)).isdisjoint({lost}))
+    (repeated,) = set(waiting_in_database(sql, 2)) - {leader}
+    sql("select pg_cancel_backend(%s)", repeated)
+    with pytest.raises(OutcomeUnknown):
+        post.result(20)
+    assert log(sql) == [(1, "zero")]
+    holding.rollback()
+    first.result(10)
+    assert log(sql) == [(1, "zero"), (2, "first"), (3, "mine")]
 
 
 @pytest.mark.parametrize("released", [True, False])
@@ -383,8 +415,9 @@ def test_what_another_session_has_staged_is_not_collected(bus: MessageBus, sql: 
     outcome = "select answer, failure from doorbell.number_or_give_up('events', %s, 5000)"
     assert other.execute(outcome, [ticket]).fetchall() == [(None, "RB008")]
     one.execute("begin isolation level repeatable read")
-    with pytest.raises(psycopg.Error, match="the transaction runs at repeatable read"):
-        one.execute(outcome, [ticket])
+    ((_, failure),) = one.execute(outcome, [ticket]).fetchall()
+    assert failure == "RB001"  # the transaction runs at repeatable read
+    one.execute("rollback")
     with pytest.raises(psycopg.Error, match="the lock timeout is -1 ms"):
         other.execute("call doorbell.post_combined('events', 'body', 'ci', lock_timeout_ms => -1, busy => true)")
     assert sql("select body from doorbell.staged") == [("expired",)]
@@ -460,6 +493,15 @@ def test_many_processes_on_one_channel(api: Api, dsn: str, bus: Any, sql: Sql, p
 
 
 # -- inside one process -----------------------------------------------------------------------------------------------
+
+
+def test_what_a_lost_call_carried_is_not_said_to_be_absent() -> None:
+    """The call may have posted it. With a key it goes again by itself, and if that waits in vain, it says only so much."""
+    message = calls.outgoing("events", "body", sender="ci", idempotency_key="key")
+    with pytest.raises(OutcomeUnknown), batches.after(OutcomeUnknown("lost"), message):
+        raise ChannelBusy("held")
+    with pytest.raises(ChannelBusy), batches.after(ValueError("another one's fault"), message):
+        raise ChannelBusy("held")
 
 
 @pytest.fixture

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from doorbell_postgres import wire
@@ -35,12 +37,20 @@ def take(waiting: list[W]) -> list[W]:
     return taken
 
 
-def after(failure: BaseException, message: Outgoing) -> None:
-    """What becomes of one message when the call that carried it with others has failed: returns where it may go by itself.
+@contextmanager
+def after(failure: BaseException, message: Outgoing) -> Iterator[None]:
+    """The block posts one message by itself after the call that carried it with others has failed, where it may.
 
-    A refusal wrote nothing and may be another one's fault. A wait that was in vain was in vain for all of them.
+    A refusal wrote nothing and may be another one's fault. A wait that was in vain was in vain for all of them. What may be in
+    the log by that call is not said to be absent because the block was refused.
     """
     if isinstance(failure, (ChannelBusy, DatabaseUnavailable, BusClosed)):
         raise copy.copy(failure)
     if message.key is None and (isinstance(failure, OutcomeUnknown) or not isinstance(failure, Exception)):
         raise wire.interrupted() from failure
+    try:
+        yield
+    except ChannelBusy as busy:
+        if isinstance(failure, OutcomeUnknown):
+            raise wire.interrupted() from busy
+        raise

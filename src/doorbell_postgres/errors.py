@@ -64,7 +64,10 @@ class ChannelBusy(DoorbellError, TimeoutError):
 
 
 class OutcomeUnknown(DoorbellError):
-    """The connection broke, or the call was cancelled, under a post without a key: it may or may not be in the log."""
+    """The connection broke, or the call was cancelled, under a post: it may or may not be in the log.
+
+    With a key the post was sent again, and that was refused in turn; it may be sent again still.
+    """
 
 
 class HistoryPruned(DoorbellError):

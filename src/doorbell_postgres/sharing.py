@@ -89,8 +89,8 @@ class Sharing:
             self._carry(mine.carries, together)
         if mine.posted is None:
             assert mine.failure is not None
-            after(mine.failure, message)
-            return alone(message)
+            with after(mine.failure, message):
+                return alone(message)
         return mine.posted
 
     def _carry(self, batch: list[_Waiting], together: Callable[[list[Outgoing]], list[Posted]]) -> None:

@@ -305,13 +305,15 @@ class Attempts:
     """Whether, and when, a call that failed is sent again. One per call; used by both shells.
 
     Transient errors are retried until `ends`, a time of the monotonic clock. A post without a key is sent again only
-    when it is certain that the first one did nothing.
+    when it is certain that the first one did nothing. What is said of the last attempt, such as that it wrote nothing, is
+    not true of a post whose earlier one had no answer: its outcome is not known.
     """
 
     def __init__(self, call: Call[Any], ends: float) -> None:
         self._call = call
         self._ends = ends
         self._delay = 0.05
+        self._open = False  # an attempt ended without an answer, and may still post: what it staged can be numbered later
 
     def remaining(self) -> float:
         return max(0.0, self._ends - time.monotonic())
@@ -331,9 +333,14 @@ class Attempts:
             "Look before sending it again, but not before the lock timeout is over; "
             "a post with an idempotency_key is retried safely."
         )
-        if sent and (unanswered or behind) and not call.repeatable:
-            raise unknown from exc
+        was_open = self._open
+        if sent and (unanswered or behind):
+            if not call.repeatable:
+                raise unknown from exc
+            self._open = call.posts is not None
         if not (busy or behind or errors.is_transient(state, connection_lost=lost)):
+            if was_open:
+                raise unknown from exc
             raise translate(exc, call) from None
         delay = self._delay * random.uniform(0.5, 1.0)
         self._delay = min(1.0, self._delay * 2)

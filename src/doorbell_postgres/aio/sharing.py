@@ -76,9 +76,10 @@ class Sharing:
         answer = await mine.answer
         if isinstance(answer, Posted):
             return answer
-        if answer is not None:
-            after(answer, message)
-        return await alone(message)
+        if answer is None:
+            return await alone(message)
+        with after(answer, message):
+            return await alone(message)
 
     async def _carry(self, batch: list[_Waiting], together: Together) -> None:
         # A task of its own: whoever of them is cancelled, the others' posts go on.
