@@ -67,7 +67,8 @@ class AsyncMessageBus:
         With `conn`, the post is part of that transaction: it exists when that commits, and is never retried.
 
         Raises InvalidInput before anything is sent; ChannelBusy when another transaction held the channel for longer than
-        `lock_timeout`; OutcomeUnknown when the connection broke under a post without a key.
+        `lock_timeout`; OutcomeUnknown when the connection broke under a post without a key, or under one
+        with a key whose repetition was refused.
         """
         return await self.store.post(channel, sender, body, idempotency_key=idempotency_key, headers=headers, conn=conn)
 
