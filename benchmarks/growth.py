@@ -112,11 +112,18 @@ def old_snapshot(dsn: str) -> Iterator[None]:
         assert row[1] > 0, "nothing was written beside the snapshot"
 
 
+def _beside_floor(crew: Crew, method: str, seconds: float) -> tuple[float, float]:
+    """The rates of the floor and of the method, in so many seconds of each."""
+    before = crew.run("floor", seconds / 2).rate
+    rate = crew.run(method, seconds).rate
+    return (before + crew.run("floor", seconds / 2).rate) / 2, rate
+
+
 def snapshot_posts(bench: Bench) -> Iterator[Result]:
     """posts after 60 s at full rate under an old open snapshot
 
-    The machine has other speeds from minute to minute, so both ends are taken against the floor beside them, which an old
-    snapshot does not touch.
+    The machine has other speeds from minute to minute, so both ends are taken against the floor before and behind them, which
+    an old snapshot does not touch.
     """
     size = bench.size
     for processes, method, name in (
@@ -125,14 +132,12 @@ def snapshot_posts(bench: Bench) -> Iterator[Result]:
     ):
         dsn = bench.database()
         with Crew(Poster, dsn, processes) as crew:
-            crew.run(method, size.warm)
+            for each in ("floor", method):
+                crew.run(each, size.warm)
             with old_snapshot(dsn):
-                before = crew.run("floor", size.window).rate
-                sample = crew.run(method, size.snapshot)
-                after = crew.run("floor", size.window).rate
-        lead = min(1.0, size.snapshot / 10)
-        start = sample.rate_between(lead, lead + size.window)
-        end = sample.rate_between(size.snapshot - size.window, size.snapshot)
+                before, start = _beside_floor(crew, method, size.window)
+                crew.run(method, size.snapshot - 2 * size.window)
+                after, end = _beside_floor(crew, method, size.window)
         yield Row(
             f"post after {size.snapshot:g} s under an old snapshot, against the start: {name}",
             "posts/s",

@@ -202,17 +202,6 @@ class Sample:
         """In milliseconds."""
         return percentile([latency for _, latencies in self.runs for latency in latencies], q) * 1000
 
-    def rate_between(self, begin: float, end: float) -> float:
-        """Calls a second that ended in this part of the round, in seconds from its beginning."""
-        first = min(began for began, _ in self.runs)
-        ended = 0
-        for began, latencies in self.runs:
-            at = began - first
-            for latency in latencies:
-                at += latency
-                ended += begin <= at < end
-        return ended / (end - begin)
-
 
 def percentile(values: Iterable[float], q: float) -> float:
     """The value that the share `q` of them does not exceed."""

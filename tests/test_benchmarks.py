@@ -196,10 +196,9 @@ def test_what_an_actor_raises_is_told_with_its_traceback() -> None:
         crew.call("broken")
 
 
-def test_a_rate_is_of_all_processes_and_can_be_taken_of_a_part_of_the_round() -> None:
+def test_a_rate_is_of_all_processes() -> None:
     sample = Sample([(10.0, array("d", [0.1] * 10)), (10.0, array("d", [0.1] * 5 + [0.5]))])
     assert sample.rate == pytest.approx(10 + 6)
-    assert sample.rate_between(0, 0.55) == pytest.approx(10 / 0.55)
     assert sample.percentile(0.99) == pytest.approx(500)
     assert percentile([3, 1, 2], 0.5) == 2
 
