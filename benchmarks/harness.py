@@ -175,32 +175,27 @@ Result: TypeAlias = Row | Breakdown
 
 @dataclass(frozen=True)
 class Sample:
-    """One round: what all processes did in it. Each process is a run of calls without a pause: when it began, each latency."""
+    """One round: what all processes did in it. Each process is a run of calls without a pause: each latency."""
 
-    runs: Sequence[tuple[float, array[float]]]
+    runs: Sequence[array[float]]
 
     @classmethod
     def of(cls, turns: Sequence[Sample]) -> Sample:
         """The turns of one round as one."""
-        return cls(
-            [
-                (run[0][0], array("d", chain.from_iterable(part for _, part in run)))
-                for run in zip(*(t.runs for t in turns), strict=True)
-            ]
-        )
+        return cls([array("d", chain.from_iterable(run)) for run in zip(*(t.runs for t in turns), strict=True)])
 
     @property
     def count(self) -> int:
-        return sum(len(latencies) for _, latencies in self.runs)
+        return sum(len(latencies) for latencies in self.runs)
 
     @property
     def rate(self) -> float:
         """Calls a second, of all processes together."""
-        return sum(len(latencies) / sum(latencies) for _, latencies in self.runs if latencies)
+        return sum(len(latencies) / sum(latencies) for latencies in self.runs if latencies)
 
     def percentile(self, q: float) -> float:
         """In milliseconds."""
-        return percentile([latency for _, latencies in self.runs for latency in latencies], q) * 1000
+        return percentile(list(chain.from_iterable(self.runs)), q) * 1000
 
 
 def percentile(values: Iterable[float], q: float) -> float:
@@ -233,16 +228,16 @@ class ActorFailed(Exception):
     """What an actor raised, with its traceback as text."""
 
 
-def _repeat(step: Callable[[], object], begin: float, end: float) -> tuple[float, array[float]]:
+def _repeat(step: Callable[[], object], begin: float, end: float) -> array[float]:
     latencies = array("d")
     time.sleep(max(0.0, begin - clock()))
-    began = now = clock()
+    now = clock()
     while now < end:
         step()
         after = clock()
         latencies.append(after - now)
         now = after
-    return began, latencies
+    return latencies
 
 
 def _act(make: Callable[..., Any], dsn: str, index: int, options: dict[str, Any], pipe: Pipe) -> None:

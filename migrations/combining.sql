@@ -165,7 +165,7 @@ $$;
 --
 -- It looks at most reach tickets away from its own, so that it never walks over the rows of a long past that an old snapshot
 -- keeps from being removed; what lies further off is numbered by its own session. A row that is being given up is passed over.
--- Locks: the channel row, until its own post expires; the staged rows.
+-- Locks: the channel row, until its own post expires; the staged rows. Its pins are those of its only caller.
 create function doorbell._number_staged(own doorbell.staged, reach integer) returns bigint[]
 language plpgsql volatile
 as $$
@@ -194,7 +194,7 @@ begin
       return null;
     end if;
   end if;
-  v_head := coalesce((select m.seq from doorbell.message as m where m.channel_id = v_id order by m.seq desc limit 1), 0);
+  v_head := doorbell._head(v_id);
   v_time := clock_timestamp();
   select array_agg(w.ctid), array_agg(w.idempotency_key), 1 + count(*) filter (where w.ticket < own.ticket)
     into v_others, v_keys, v_place
@@ -342,7 +342,7 @@ declare
   p pg_catalog.record;
   told pg_catalog.text;
 begin
-  if not busy then
+  if busy is not true then
     answer := doorbell.try_post(channel, body, sender, idempotency_key, headers);
     busy := pg_catalog.cardinality(answer) operator(pg_catalog.=) 0;
   end if;

@@ -197,7 +197,7 @@ def test_what_an_actor_raises_is_told_with_its_traceback() -> None:
 
 
 def test_a_rate_is_of_all_processes() -> None:
-    sample = Sample([(10.0, array("d", [0.1] * 10)), (10.0, array("d", [0.1] * 5 + [0.5]))])
+    sample = Sample([array("d", [0.1] * 10), array("d", [0.1] * 5 + [0.5])])
     assert sample.rate == pytest.approx(10 + 6)
     assert sample.percentile(0.99) == pytest.approx(500)
     assert percentile([3, 1, 2], 0.5) == 2

@@ -412,11 +412,10 @@ def test_what_another_session_has_staged_is_not_collected(bus: MessageBus, sql: 
     one, other = connect(autocommit=True), connect(autocommit=True)
     ((ticket,),) = one.execute("select doorbell.stage('events', 'expired', 'ci', for_ms => 0)").fetchall()
     assert other.execute("select doorbell.collect('events', %s, 5000)", [ticket]).fetchall() == [([],)]
-    outcome = "select answer, failure from doorbell.number_or_give_up('events', %s, 5000)"
-    assert other.execute(outcome, [ticket]).fetchall() == [(None, "RB008")]
+    outcome = "select answer, failure, failure_message from doorbell.number_or_give_up('events', %s, 5000)"
+    assert other.execute(outcome, [ticket]).fetchall() == [(None, "RB008", "the staged post is gone.")]
     one.execute("begin isolation level repeatable read")
-    ((_, failure),) = one.execute(outcome, [ticket]).fetchall()
-    assert failure == "RB001"  # the transaction runs at repeatable read
+    assert one.execute(outcome, [ticket]).fetchall() == [(None, "RB001", "the transaction runs at repeatable read.")]
     one.execute("rollback")
     with pytest.raises(psycopg.Error, match="the lock timeout is -1 ms"):
         other.execute("call doorbell.post_combined('events', 'body', 'ci', lock_timeout_ms => -1, busy => true)")

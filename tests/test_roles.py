@@ -28,9 +28,9 @@ TESTS = Path(__file__).resolve().parent
 AGENTS = {
     "abandon_admission", "ack", "acked_seq", "admit", "announce", "arm", "backlog_of", "bell_floors", "channel_names",
     "collect", "fail_turn", "finish_turn", "glance", "head", "head_moved", "heads_moved", "hello", "hold_session",
-    "messages_after", "number_or_give_up", "peek", "post", "post_combined", "post_many", "record_step", "release_turn", "reserve",
-    "settle_delivery", "skip_pruned", "stage", "step_pending", "subscribe", "subscriptions", "try_post", "turn_post",
-    "unacked", "unacked_count", "unfinished_turns", "unsubscribe",
+    "messages_after", "number_or_give_up", "peek", "post", "post_combined", "post_many", "record_step",
+    "release_turn", "reserve", "settle_delivery", "skip_pruned", "stage", "step_pending", "subscribe", "subscriptions",
+    "try_post", "turn_post", "unacked", "unacked_count", "unfinished_turns", "unsubscribe",
 }  # fmt: skip
 OPERATORS = {"backlog_of", "channel_names", "head", "hello", "prune_plan", "subscriptions", "unacked_count"}
 OWNER = {"grant_role", "new_epoch", "prune", "prune_all", "prune_turns", "revoke_role"}
