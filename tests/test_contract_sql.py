@@ -333,7 +333,14 @@ def test_look_alikes_and_a_hostile_search_path_change_nothing(sql: Sql, connect:
             hostile.execute(f"select doorbell.{call}".encode())
         assert str(caught.value.sqlstate).startswith("RB"), call
     hostile.execute("select doorbell.post('combined', 'body', 'ci')")
-    for arguments in ("", ", busy => true", ", busy => true, lock_timeout_ms => 100", ", 'key'", ", 'other', busy => true"):
+    for arguments in (
+        "",
+        ", busy => true",
+        ", busy => null",
+        ", busy => true, lock_timeout_ms => 100",
+        ", 'key'",
+        ", 'other', busy => true",
+    ):
         answer = hostile.execute(f"call doorbell.post_combined('combined', 'body', 'ci'{arguments})".encode()).fetchone()
         assert answer is not None
         assert answer[0] is not None, arguments
